@@ -11,6 +11,7 @@
     python -m spell_jax.evaluate --judgment=outcome|diversity --answers=TREE.jsonl --out=DIR
     python -m spell_jax.evaluate --judgment=errors --answers=OTHER_OUT --data=FOLDER
         --benchmarks=longbench_v2_sdq,... --out=DIR
+    python -m spell_jax.evaluate --lengths --policy=DIR --benchmarks=... --data=FOLDER --out=DIR
 
 The first command:
 
@@ -40,8 +41,9 @@ The second runs tasks of lm-evaluation-harness (extra "lm_eval"), which define t
 sampling and metrics. FOLDER has task files of your own. OUT/lm_eval.json has the harness's results,
 and its table is printed. Nothing is downloaded unless HF_HUB_OFFLINE and HF_DATASETS_OFFLINE are 0.
 
-The others ask a judge (--judge_url and --judge_model, or --judge_policy) about answers that are on
+With --judgment a judge (--judge_url and --judge_model, or --judge_policy) reads answers that are on
 disk already: evaluation/judgments.py says which. OUT/judgments.json has the shares of the verdicts.
+With --lengths the prompts are measured in tokens, and nothing is sampled (evaluation/lengths.py).
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def main(_) -> None:
     # Imported here, so that --help and a mistake in a flag are answered at once.
     import jax
 
-    from spell_jax.evaluation import harness, judgments, runner
+    from spell_jax.evaluation import harness, judgments, lengths, runner
     from spell_jax.evaluation import judge as judging
     from spell_jax.runtime import setup
 
@@ -70,6 +72,12 @@ def main(_) -> None:
     if flag_values.judgment:
         judgments.check_flags(flag_values)
         text = judgments.describe(judgments.judge_answers(flag_values, out, sizes))
+        if jax.process_index() == 0:
+            print(text)
+        return
+    if flag_values.lengths:
+        lengths.check_flags(flag_values)
+        text = lengths.describe(lengths.measure(flag_values, out))
         if jax.process_index() == 0:
             print(text)
         return
@@ -140,6 +148,7 @@ if __name__ == "__main__":
         "lm_eval_examples", -1, "Number of examples in a prompt; -1: the task's own."
     )
     flags.DEFINE_bool("lm_eval_chat", False, "Whether tasks are asked in the chat layout.")
+    flags.DEFINE_bool("lengths", False, "Measure the prompts in tokens, and sample nothing.")
     flags.DEFINE_enum(
         "judgment",
         "",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from etils import epath
 
-from spell_jax.evaluation import judgments
+from spell_jax.evaluation import judgments, lengths
 from spell_jax.evaluation.runner import SUMMARY
 from spell_jax.runtime.finite import is_finite
 from spell_jax.runtime.jsonl import MALFORMED, read_json
@@ -264,6 +264,22 @@ class VerdictShare(NamedTuple):
             return None if share is None else MeasuredNumber(float(100 * share), missing)
         except MALFORMED as error:
             raise ValueError(f"{path}: not the result of a judgment ({error!r})") from error
+
+
+class MedianLength(NamedTuple):
+    """The median length in tokens of a benchmark's prompts (spell_jax.evaluate --lengths)."""
+
+    evaluation: str
+    benchmark: str
+
+    def read(self, folder: epath.Path) -> MeasuredNumber | None:
+        path = folder / self.evaluation / lengths.RESULT
+        if not path.exists():
+            return None
+        try:
+            return MeasuredNumber(float(read_json(path)[self.benchmark]["median"]))
+        except MALFORMED as error:
+            raise ValueError(f"{path}: not lengths of prompts ({error!r})") from error
 
 
 class FirstOf(NamedTuple):

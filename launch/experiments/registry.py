@@ -31,6 +31,7 @@ from launch.experiments.experiment import (
     Experiment,
     FirstOf,
     Mean,
+    MedianLength,
     MetricMean,
     NumberSource,
     PaperRun,
@@ -87,13 +88,14 @@ class ColumnEntry:
     Attributes:
       title: title; "": the column's key.
       score: benchmark, column of several benchmarks, or "average", of `evaluation`.
-      evaluation: name of the evaluation, of a score or a verdict.
+      evaluation: name of the evaluation, of a score, a verdict or a length.
       max_input: prompt limit of the score.
       attempts: k of pass@k.
       metric: name in metrics.jsonl.
       steps: "first" or "last" steps, over which the metric is averaged.
       count: number of these steps; of validations a run has few.
       scale: factor of the metric, such as 100 for percent.
+      length: benchmark, for the median length of its prompts (spell_jax.evaluate --lengths).
       verdict: verdict of a judgment, `evaluation` (spell_jax.evaluate --judgment).
       mean: columns above it in the file.
       first_of: columns above it in the file; the first with a number counts.
@@ -108,6 +110,7 @@ class ColumnEntry:
     steps: str = "last"
     count: int = STEPS
     scale: float = 1.0
+    length: str = ""
     verdict: str = ""
     mean: tuple[str, ...] = ()
     first_of: tuple[str, ...] = ()
@@ -258,9 +261,14 @@ class _PaperReader:
 
     def _source(self, entry: ColumnEntry, place: str) -> NumberSource | None:
         """Make what reads a column's number; None if nothing measures it."""
-        kinds = (entry.score, entry.metric, entry.verdict, entry.mean, entry.first_of)
+        kinds = (
+            *(entry.score, entry.metric, entry.verdict, entry.length),
+            *(entry.mean, entry.first_of),
+        )
         if sum(map(bool, kinds)) > 1:
-            raise ValueError(f"{place}: must have one of score, metric, verdict, mean and first_of")
+            raise ValueError(
+                f"{place}: must have one of score, metric, verdict, length, mean and first_of"
+            )
         if entry.mean:
             return Mean(self._column_sources(entry.mean, f"{place}.mean"))
         if entry.first_of:
@@ -268,10 +276,12 @@ class _PaperReader:
         if entry.metric:
             is_last = typed_toml.look_up(_STEPS, entry.steps, f"{place}.steps")
             return MetricMean(entry.metric, is_last, entry.scale, entry.count)
-        if entry.score or entry.verdict:
+        if entry.score or entry.verdict or entry.length:
             typed_toml.look_up(self._file.evaluations, entry.evaluation, f"{place}.evaluation")
         if entry.verdict:
             return VerdictShare(entry.evaluation, entry.verdict)
+        if entry.length:
+            return MedianLength(entry.evaluation, entry.length)
         if entry.score:
             return Score(entry.evaluation, entry.score, entry.max_input, entry.attempts)
         return None

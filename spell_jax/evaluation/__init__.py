@@ -7,6 +7,8 @@ Public names:
   protocol.estimate, protocol.summarize: means with intervals, and summaries of benchmarks.
   harness.evaluate: tasks of lm-evaluation-harness.
   judge.make_judge: the external judge that flags describe.
+  judgments.judge_answers: a judge's verdicts on answers that are on disk.
+  lengths.measure: lengths of the benchmarks' prompts.
 
 Must not import: `warm_start`, `algorithms` and rooms above.
 """

@@ -52,6 +52,23 @@ def plot_breakdown(
     durable.write_file(path, picture.getvalue())
 
 
+def plot_lengths(path: pathlib.Path, lengths: Mapping[str, Sequence[int]]) -> None:
+    """Write a PNG of the share of prompts up to each length; `lengths` maps names to tokens."""
+    figure = Figure(figsize=_PANEL_SIZE, layout="constrained")
+    axes = figure.add_subplot()
+    for name, tokens in lengths.items():
+        shares = np.arange(1, len(tokens) + 1) / len(tokens)
+        axes.step(sorted(tokens), shares, where="post", linewidth=1.2, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens", fontsize=8)
+    axes.set_ylabel("share of prompts up to this length", fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.legend(fontsize=7)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110)
+    durable.write_file(path, picture.getvalue())
+
+
 def _plot_lines(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]], across: str) -> None:
     for name, parts in sorted(lines.items()):
         values = [part[across] for part in parts]

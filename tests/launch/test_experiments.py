@@ -30,7 +30,7 @@ from launch.experiments.experiment import (
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.configs import eapo, paper, reconstruction, rlvr
 from spell_jax.data import clusters
-from spell_jax.evaluation import judgments, protocol
+from spell_jax.evaluation import judgments, lengths, protocol
 from spell_jax.evaluation.benchmarks import registry as benchmarks
 from spell_jax.evaluation.generated import ruler
 from spell_jax.evaluation.runner import SUMMARY
@@ -571,6 +571,19 @@ def test_verdicts_fill_the_cells_of_diversity_and_errors(tmp_path):
     path.write_text('{"shares": 1}')
     with pytest.raises(ValueError, match=f"{path}: not the result of a judgment"):
         printer.table(registry.find("eapo-figure-9"), str(tmp_path))
+
+
+def test_lengths_of_prompts_fill_the_cells_of_figure_6(tmp_path):
+    folder = tmp_path / "Qwen2.5-7B-Instruct" / "lengths"
+    folder.mkdir(parents=True)
+    names = ("docmath", "frames", "2wikimqa", "hotpotqa", "musique", "longbench_v2")
+    result = {name: {"median": 100 * number} for number, name in enumerate(names, 1)}
+    (folder / lengths.RESULT).write_text(json.dumps(result))
+    table = printer.table(registry.find("spell-figure-6"), str(tmp_path))
+    assert "| Qwen2's tokenizer | / 100 | / 200 | / 300 | / 400 | / 500 | / 600 |" in table
+    (folder / lengths.RESULT).write_text("{}")
+    with pytest.raises(ValueError, match="not lengths of prompts"):
+        printer.table(registry.find("spell-figure-6"), str(tmp_path))
 
 
 def test_scores_without_all_verdicts_have_a_star(tmp_path):

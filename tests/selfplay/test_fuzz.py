@@ -93,7 +93,8 @@ NO_READERS = {
     *("evaluation.own_questions", "evaluation.figures", "evaluation.ruler", "evaluation.sources"),
     *("evaluation.protocol", "evaluation.published", "evaluation.policy_sampler"),
     *("evaluation.helmet_labels", "evaluation.judge", "haystack.Names.sample", "haystack.letters"),
-    *("evaluation.policy_flags", "evaluation.judgments"),  # read by functions that are listed
+    # The judgments are read by functions that are listed.
+    *("evaluation.policy_flags", "evaluation.judgments", "evaluation.lengths"),
     *("haystack.Pile.take", "haystack.HaystackSource.noise", "haystack.HaystackSource.pile"),
     *("haystack.HaystackSource.prose", "haystack.fit", "haystack.insert_needles"),
     *("haystack.split_sentences", "math_equal.check_installed", "math_equal.end_workers"),
