@@ -66,6 +66,10 @@ class AlgorithmConfig:
         """Extract the answer that each text states; None where there is none."""
         return tuple(rules.extract_answer(text, task, self.extract) for text in texts)
 
+    def state_answers(self, texts: Sequence[str], task: str) -> tuple[str | None, ...]:
+        """Return the words of each text that an external judge reads; None where there are none."""
+        return tuple(rules.stated_answer(text, task, self.extract) for text in texts)
+
     def count_forms(self, metrics: Metrics, texts: Sequence[str], task: str) -> None:
         """Count the forms in which the texts state their answers, as form/FORM."""
         forms = Counter(rules.answer_form(text, task, self.extract) for text in texts)

@@ -28,6 +28,8 @@ class QuestionEpisode:
       reference: answer that the responder's answers are compared with.
       response: responder's reply, of G answers; None if the episode ended before.
       predictions: extracted answers [G]; None if an answer states none.
+      stated: words of the answers [G] that an external judge reads, by rules.stated_answer; None if
+        an answer states nothing.
       rule: scores of the answers [G], by the rule or the external judge.
       judge: the external judge's verdicts on the answers [G] (negative: no verdict), None where it
         was not asked; empty without a judge.
@@ -44,6 +46,7 @@ class QuestionEpisode:
     reference: str = ""
     response: Reply | None = None
     predictions: tuple[str | None, ...] = ()
+    stated: tuple[str | None, ...] = ()
     rule: tuple[float, ...] = ()
     judge: tuple[int | None, ...] = ()
     scores: tuple[float, ...] = ()
@@ -103,43 +106,43 @@ def ask_judge(
     """Change scores by a judge's verdicts as `rule` (algorithm.rule) says, if there is a judge."""
     if judge is None:
         return episodes
-    judged = judge_predictions(judge, rule, [(e, e.predictions, e.rule) for e in episodes])
+    judged = judge_answers(judge, rule, [(e, e.stated, e.rule) for e in episodes])
     return [
         dataclasses.replace(e, rule=scores, judge=verdicts)
         for e, (scores, verdicts) in zip(episodes, judged, strict=True)
     ]
 
 
-def judge_predictions(
+def judge_answers(
     judge: JudgeFunction,
     rule: str,
     answered: Sequence[tuple[QuestionEpisode, Sequence[str | None], Sequence[float]]],
 ) -> list[tuple[tuple[float, ...], tuple[int | None, ...]]]:
-    """Return (scores, verdicts) after the judge for (question, predictions, text-rule scores).
+    """Return (scores, verdicts) after the judge for (question, stated answers, text-rule scores).
 
-    With rule "judge" all predictions are judged, with "match_or_judge" predictions below score 1. A
+    With rule "judge" all stated answers are judged, with "match_or_judge" answers below score 1. A
     score without a verdict stays.
     """
     # The result of match_or_judge is a maximum: an answer that scores 1 by its text needs no judge
     # (QwenLong-L1).
-    judged_predictions = [
+    judged_answers = [
         [
-            p if rule == "judge" or score < 1 else None
-            for p, score in zip(predictions, scores, strict=True)
+            answer if rule == "judge" or score < 1 else None
+            for answer, score in zip(stated, scores, strict=True)
         ]
-        for _, predictions, scores in answered
+        for _, stated, scores in answered
     ]
     items = [
-        (e.question, p, e.reference)
-        for (e, _, _), predictions in zip(answered, judged_predictions, strict=True)
-        for p in predictions
-        if p is not None
+        (e.question, answer, e.reference)
+        for (e, _, _), answers in zip(answered, judged_answers, strict=True)
+        for answer in answers
+        if answer is not None
     ]
     # One host asks, because two calls might not agree; then rewards would differ between hosts.
     verdicts = iter(distributed.broadcast(lambda: list(judge(items))))
     outcomes = []
-    for (_, _, scores), predictions in zip(answered, judged_predictions, strict=True):
-        question_verdicts = tuple(None if p is None else next(verdicts) for p in predictions)
+    for (_, _, scores), answers in zip(answered, judged_answers, strict=True):
+        question_verdicts = tuple(None if a is None else next(verdicts) for a in answers)
         changed = (
             # Without a verdict, after a failed request, the score by the text stays
             # (docs/algorithm.md, 11).

@@ -71,6 +71,10 @@ class TokenizedQuestion:
         """Whether a judge may be asked about the answers."""
         return self.benchmark.judged and self.item.judged
 
+    def state(self, text: str) -> str | None:
+        """Return what a judge reads of a sample; None if there is nothing to judge."""
+        return (self.benchmark.state or self.benchmark.extract)(text, self.item)
+
     def key(self, limit: int) -> QuestionKey:
         return limit, self.benchmark.name, self.item.id
 
@@ -203,9 +207,9 @@ def score(answered: Sequence[tuple[TokenizedQuestion, Row]], rule: str = "match_
         # Without a verdict the rule's score is final; `ask_judge` may change it.
         row["rule"] = row["final"] = float(benchmark.score(row["text"], item))
         row["judge"] = None
-        # An answer without a prediction is wrong; a judge need not read it.
-        is_open = rule == "judge" or row["rule"] < 1
-        row["unjudged"] = question.judged and is_open and bool(row["prediction"])
+        # An answer that states nothing is wrong; a judge need not read it.
+        is_open = question.judged and (rule == "judge" or row["rule"] < 1)
+        row["unjudged"] = is_open and bool(question.state(row["text"]))
         if benchmark.by:
             row["by"] = {name: item.fields[name] for name in benchmark.by}
 
@@ -227,7 +231,7 @@ def ask_judge(
     requests = [
         # The first reference alone, as in the paper's code. It shows only the first paragraph of a
         # question; here the judge reads all paragraphs.
-        (row, (question.item.question, row["prediction"], question.item.references[0]))
+        (row, (question.item.question, question.state(row["text"]), question.item.references[0]))
         for question, row in answered
         if row["unjudged"]
     ]

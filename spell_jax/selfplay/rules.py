@@ -15,6 +15,7 @@ from spell_jax.selfplay.statements import (
     NO_STATEMENT,
     Statement,
     first_line,
+    number_sentence,
     read_alone,
     read_leniently,
     read_strictly,
@@ -55,6 +56,23 @@ def extract_answer(
     `visible_text`. Raises ValueError if `task` or `extract` is unknown.
     """
     return _find_statement(text, task, extract, in_thought).answer
+
+
+def stated_answer(
+    text: str, task: str, extract: str = "paper", in_thought: bool = False
+) -> str | None:
+    """Return what an external judge reads of a whole response; None if the response states nothing.
+
+    A number answer is the words that state it (`statements.number_sentence`). Any other answer is
+    the extracted one. Arguments and errors as in `extract_answer`.
+    """
+    if task != "financial_math":
+        return extract_answer(text, task, extract, in_thought)
+    check_extract(extract)
+    # Extraction drops currencies and scale words ("$3.5 million"), and in the paper's rules finds
+    # no number in "-$5" or "five million".
+    visible = visible_text(text, in_thought)
+    return number_sentence(visible, box_decides=extract == "paper") or None if visible else None
 
 
 def answer_form(text: str, task: str, extract: str = "paper", in_thought: bool = False) -> str:

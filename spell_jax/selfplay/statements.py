@@ -287,6 +287,48 @@ def _read_letter(line: str) -> str | None:
     return REFUSED if _ANOTHER_LETTER.match(tail) else match[2].upper()
 
 
+# ----------------------------------------------------------------------- Words that state a number
+
+LONGEST_SENTENCE = 300  # characters that a judge reads, as many as the paper's code searches
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+
+
+def number_sentence(text: str, box_decides: bool = False) -> str:
+    """Return the words in which a text states a number, at most LONGEST_SENTENCE characters.
+
+    The words are the line after the announcement that `read_leniently` reads, or after the last
+    announcement if it reads none. They are the line around a box, and the last sentence of a text
+    that announces nothing; "" if that has no letter or digit. With `box_decides`, a box comes
+    before later announcements, as in `read_strictly`.
+    """
+    for marker in _CHAT_MARKERS:
+        text = text.replace(marker, "")
+    task = "financial_math"
+    announced = [pair for pair in _announced_lines(text, task) if pair[1].strip()]
+    readable = (pair for pair in announced if _read_stated(pair[1], task, pair[0]) is not None)
+    form, line = next(readable, announced[0] if announced else ("bare", ""))
+    if form == "boxed" or (box_decides and BOX in text):
+        return _line_around(text, text.rfind(BOX))
+    return _bare(line[:LONGEST_SENTENCE]) or _last_sentence(text)
+
+
+def _line_around(text: str, at: int) -> str:
+    """Return the line with a place, from half of LONGEST_SENTENCE before the place on."""
+    start = max(text.rfind("\n", 0, at) + 1, at - LONGEST_SENTENCE // 2)
+    return _bare(text[start : start + LONGEST_SENTENCE].partition("\n")[0])
+
+
+def _last_sentence(text: str) -> str:
+    tail = text.rstrip()[-LONGEST_SENTENCE:]
+    lines = [line for line in tail.splitlines() if any(map(str.isalnum, line))]
+    return _bare(_SENTENCE_END.split(lines[-1].rstrip())[-1]) if lines else ""
+
+
+def _bare(words: str) -> str:
+    """Return words without emphasis, spaces and full stops around them."""
+    return words.strip(" \t\r*_`").strip(".").strip(" \t\r*_`")
+
+
 def unify(text: str) -> str:
     """Join equal forms of Unicode and remove what a reader does not see or pronounce."""
     # ASCII has one form only, and nothing invisible.

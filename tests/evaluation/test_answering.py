@@ -148,7 +148,11 @@ def test_only_complete_questions_count_as_finished(tmp_path: Path, caplog):
 
 
 def scored(
-    judged: bool, by_item: bool = True, texts=("yes", "no", ""), rule: str = "match_or_judge"
+    judged: bool,
+    by_item: bool = True,
+    texts=("yes", "no", ""),
+    state=None,
+    rule: str = "match_or_judge",
 ) -> list[tuple]:
     item = BenchmarkItem("i", "p", "which?", ("first", "second"), {"step": 3}, judged=by_item)
     benchmark = Benchmark(
@@ -158,6 +162,7 @@ def scored(
         extract=lambda text, item: text or None,
         score=lambda text, item: {"yes": 1.0, "no": 0.25}.get(text, 0.0),
         judged=judged,
+        state=state,
         max_tokens=5,
         by=("step",),
     )
@@ -214,6 +219,22 @@ def test_judge_alone_decides_on_all_stated_answers(replies, finals, missing):
     assert [row["final"] for _, row in ordered] == finals
     assert [row["unjudged"] for _, row in ordered] == missing
     assert [row["rule"] for _, row in ordered] == [1.0, 0.25, 0.0]
+
+
+def test_judge_reads_the_words_of_a_benchmark_with_words_of_its_own():
+    judge_prompts = []
+
+    def ask(prompts):
+        judge_prompts.extend(prompts)
+        return [(prompt, "[[YES]]") for prompt in prompts]
+
+    ordered = scored(judged=True, texts=("no", "$5", ""), state=lambda text, _: f"~{text}" * 2)
+    assert [row["unjudged"] for _, row in ordered] == [True] * 3
+    assert [row["prediction"] for _, row in ordered] == ["no", "$5", None]
+    answering.ask_judge(ordered, Judge(ask, lambda *item: "|".join(item)))
+    assert judge_prompts == ["which?|~no~no|first", "which?|~$5~$5|first", "which?|~~|first"]
+    silent = scored(judged=True, texts=("no",), state=lambda *_: None)
+    assert [row["unjudged"] for _, row in silent] == [False]
 
 
 def test_judge_is_asked_only_about_judged_questions(caplog):

@@ -90,7 +90,7 @@ def _task_parsers(task: str, answer: str) -> Iterator[tuple[Callable[..., Any], 
     for extract, read in itertools.product(
         rules.EXTRACTS,
         (
-            *(rules.extract_answer, rules.find_answer, rules.answer_form),
+            *(rules.extract_answer, rules.find_answer, rules.answer_form, rules.stated_answer),
             *(rules.read_reference, given_questions.unscorable),
         ),
     ):
@@ -137,7 +137,7 @@ _ONE = (
     *(rules.visible_text, rules.normalize_answer, numbers.parse_number, judge.parse_judgement),
     *(judge.parse_grade, evidence.answer_section, numbers.calculate, written_numbers.read_number),
     *(written_numbers.without_commands, written_numbers.with_plain_characters),
-    *(statements.first_line, statements.unify),
+    *(statements.first_line, statements.unify, statements.number_sentence),
     *(
         cloze.answer_spans,
         cloze.split_sentences,

@@ -37,7 +37,7 @@ from spell_jax.algorithms.spell.record import make_record
 from spell_jax.data.clusters import Cluster, read_clusters
 from spell_jax.data.questions import read_questions
 from spell_jax.runtime.jsonl import read_records, write_records
-from spell_jax.selfplay import cloze, json_records, numbers, prompts, rules
+from spell_jax.selfplay import cloze, json_records, numbers, prompts, rules, statements
 from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Endpoint, Judge, JudgeConfig
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.parsing import Parsed
@@ -235,6 +235,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "braces.last_box": _is_text_or_none,
     "rules.extract_answer": _is_text_or_none,
     "rules.find_answer": _is_text_or_none,
+    "rules.stated_answer": _is_text_or_none,
     "rules.answer_form": rules.FORMS.__contains__,
     "rules.read_reference": _is_text,
     "given_questions.unscorable": _is_text,
@@ -254,6 +255,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "statements.tail_of": _is_text,
     "statements.read_alone": _is_text_or_none,
     "statements.first_line": _is_text,
+    "statements.number_sentence": lambda text: len(text) <= statements.LONGEST_SENTENCE,
     "statements.unify": _is_text,
     "cloze.check_span": lambda texts: (
         all(map(_is_text, texts)) and (texts[0] == "") == (texts[1] != "")

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from spell_jax.selfplay import rules, statements
 from spell_jax.selfplay.given_questions import scores_itself, unscorable
-from spell_jax.selfplay.rules import answer_form, extract_answer, is_correct, same_answer, score
+from spell_jax.selfplay.rules import (
+    EXTRACTS,
+    answer_form,
+    extract_answer,
+    is_correct,
+    same_answer,
+    score,
+    stated_answer,
+)
 from tests.paths import ROOT
 
 CASES = json.loads((ROOT / "tests" / "cases" / "scoring.json").read_text())["cases"]
@@ -242,6 +250,69 @@ def test_lenient_reading_is_linear_on_long_inputs(piece):
         for response in (text, "The answer is " + text, text + "The answer is 5"):
             score(response, text, task, extract="lenient")
         same_answer(text, text, task, "lenient")
+
+
+STATED = {
+    "The answer is $3.5 million": "$3.5 million",
+    "The answer is -$5": "-$5",
+    "The answer is five million dollars.": "five million dollars",
+    "The answer is **(2,790) thousand**.": "(2,790) thousand",
+    "The answer is:\n\n3.5 million, or 3.2 without tax.": "3.5 million, or 3.2 without tax",
+    "The answer is 5. Wait, no: the answer is $7.": "$7",
+    "The answer is 5 million. The answer is final.": "5 million. The answer is final",
+    "**Answer:** about 12 %": "about 12 %",
+    "So it is \\boxed{3.5} million dollars.\nDone.": "So it is \\boxed{3.5} million dollars",
+    "Costs fell. Profit was five million dollars.\n---\n": "Profit was five million dollars",
+    "5 million": "5 million",
+    "Let me see.</think>The answer is $5": "$5",
+}
+
+
+@pytest.mark.parametrize("extract", EXTRACTS)
+@pytest.mark.parametrize(("text", "words"), STATED.items())
+def test_judges_read_the_words_that_state_a_number(text, words, extract):
+    assert stated_answer(text, "financial_math", extract) == words
+
+
+@pytest.mark.parametrize("extract", EXTRACTS)
+def test_judges_read_nothing_of_empty_or_unfinished_texts(extract):
+    for text in ("", " \n", "...", "</think>", "<think>The answer is $5"):
+        assert stated_answer(text, "financial_math", extract) is None
+    assert stated_answer("The answer is $5", "financial_math", extract, in_thought=True) is None
+    with pytest.raises(ValueError, match="extract"):
+        stated_answer("The answer is 5", "financial_math", "loose")
+
+
+@pytest.mark.parametrize("extract", EXTRACTS)
+def test_judges_read_a_bounded_part_of_a_long_line(extract):
+    line = "x" * 10_000
+    for text, part in (
+        (f"The answer is $5 {line}", "$5 x"),
+        (line + " the answer is $5", "$5"),
+        (f"{line} \\boxed{{5}} million {line}", "\\boxed{5} million x"),
+        (line + " about $5", "x about $5"),
+    ):
+        words = stated_answer(text, "financial_math", extract)
+        assert part in words and len(words) <= statements.LONGEST_SENTENCE
+
+
+def test_paper_and_lenient_reading_choose_between_a_box_and_a_later_sentence():
+    text = "It is \\boxed{5} million.\nThe answer is $7."
+    assert extract_answer(text, "financial_math") == "5"
+    assert stated_answer(text, "financial_math") == "It is \\boxed{5} million"
+    assert read(text, "financial_math") == "7"
+    assert stated_answer(text, "financial_math", "lenient") == "$7"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: ascii(case["text"]))
+def test_judges_read_extracted_texts_and_letters(case):
+    task = case["task"]
+    for extract in EXTRACTS:
+        words = stated_answer(case["text"], task, extract)
+        if task != "financial_math":
+            assert words == extract_answer(case["text"], task, extract)
+        else:  # whatever the rule reads or refuses
+            assert words and words in case["text"]
 
 
 def test_stacks_of_accents_are_cut():

@@ -90,6 +90,7 @@ class Eapo:
             response=reply,
             answers=tuple(answers),
             predictions=predictions,
+            stated=self.config.state_answers(answer_texts, e.task),
             rule=self.config.score_answers(predictions, e.reference, e.task),
             verbatim=tuple(a and evidence.verbatim_share(a.evidence, documents) for a in answers),
             supported=tuple(

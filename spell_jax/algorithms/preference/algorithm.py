@@ -63,6 +63,7 @@ class ShortToLong(Rlvr):
             e,
             response=long,
             predictions=long_answers,
+            stated=self.config.state_answers(long.scored_texts, e.task),
             rule=self.config.score_answers(long_answers, e.reference, e.task),
             short_response=short,
             short_predictions=short_answers,

@@ -106,6 +106,7 @@ class Attempt:
     question: str = ""  # parsed from the reply, as is `reference`
     reference: str = ""
     prediction: str = ""  # extracted from the responder's reply
+    stated: str = ""  # words of the responder's reply that a judge reads
     reason: str = ""  # KEPT, or why the attempt was dropped; "" while in progress
 
 
@@ -261,10 +262,12 @@ class Build:
         texts = [self.prompts.responder(a.task, a.cluster.documents, a.question) for a in batch]
         replies = self.teacher(1, [a.number for a in batch], texts)
         for attempt, reply in zip(batch, replies, strict=True):
-            attempt.prediction = rules.extract_answer(reply or "", attempt.task, "lenient") or ""
+            arguments = reply or "", attempt.task, "lenient"
+            attempt.prediction = rules.extract_answer(*arguments) or ""
+            attempt.stated = rules.stated_answer(*arguments) or ""
             if reply is None:
                 attempt.reason = "no_reply_of_responder"
-            elif not attempt.prediction:
+            elif not (attempt.stated if self.judge else attempt.prediction):
                 attempt.reason = "no_answer_stated"
 
     def compare(self, batch: Sequence[Attempt]) -> None:
@@ -277,7 +280,7 @@ class Build:
         if self.judge is None:
             return
         judged = [a for a in batch if a.task != "multiple_choice"]
-        items = [(a.question, a.prediction, a.reference) for a in judged]
+        items = [(a.question, a.stated, a.reference) for a in judged]
         with distributed.fail_together():
             # An endpoint fails on process 0 alone; other processes would wait for its broadcast.
             replies = self.judge.judge(items if jax.process_index() == 0 else [])

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext, Annotation, Ask, AskModels, Key, Reply
-from spell_jax.algorithms.episode import ask_judge, judge_predictions
+from spell_jax.algorithms.episode import ask_judge, judge_answers
 from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell import frozen_reader, progress
 from spell_jax.algorithms.spell.config import PROGRESS, SpellConfig
@@ -113,8 +113,8 @@ class Spell:
         if self._judge is None:
             return written
         places = [n for n, e in enumerate(written) if e.status == "accepted"]
-        blind = [(e, e.blind, e.blind_scores) for e in (written[n] for n in places)]
-        judged = judge_predictions(self._judge, self.config.rule, blind)
+        blind = [(e, e.blind_stated, e.blind_scores) for e in (written[n] for n in places)]
+        judged = judge_answers(self._judge, self.config.rule, blind)
         for n, (scores, _) in zip(places, judged, strict=True):
             written[n] = self._reject_known(replace(written[n], blind_scores=scores))
         return written
@@ -257,7 +257,8 @@ class Spell:
         texts = () if reply is None else reply.scored_texts
         blind = self.config.read_answers(texts, e.task)
         scores = self.config.score_answers(blind, e.reference, e.task)
-        e = replace(e, blind=blind, blind_scores=scores)
+        stated = self.config.state_answers(texts, e.task)
+        e = replace(e, blind=blind, blind_stated=stated, blind_scores=scores)
         return self._reject_known(e) if self._judge is None else e
 
     def _reject_known(self, e: SpellEpisode) -> SpellEpisode:
@@ -295,7 +296,8 @@ class Spell:
         named = [evidence.named_document(text) in e.shown for text in reply.scored_texts]
         if c.document_share:
             e = replace(e, named=tuple(named))
-        return replace(e, response=reply, predictions=predictions, rule=rule)
+        stated = c.state_answers(reply.scored_texts, e.task)
+        return replace(e, response=reply, predictions=predictions, stated=stated, rule=rule)
 
     # 5. The verifier compares answers with the reference.
 
@@ -309,7 +311,7 @@ class Spell:
             # A response that states no answer keeps the rule's score and costs no votes (spec 6).
             numbered = [(i, p) for i, p in enumerate(e.predictions) if p is not None]
             # The extracted answer, as in the public code, instead of the response of Algorithm 1
-            # (line 17): prompts stay short.
+            # (line 17): prompts stay short. Only external judges read the words of a number.
             texts = [self.prompts.verifier(e.question, p, e.reference) for _, p in numbered]
             replies = await ask("verifier", texts, self.config.verifier_group_size)
             for (i, _), reply in zip(numbered, replies, strict=True):

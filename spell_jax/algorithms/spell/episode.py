@@ -40,6 +40,7 @@ class SpellEpisode(QuestionEpisode):
       hidden: sentence of a cloze question, which nobody reads but its questioner.
       own_reference: the questioner's reference answer; `reference` may be the frozen reader's.
       blind: extracted answers to the question without documents.
+      blind_stated: words of these answers that an external judge reads.
       blind_scores: their scores, by the rule or the external judge.
       named: whether each answer begins with the number of a document in `shown` [G].
       judged: the verifier's reply to each answer [G]; None if there was nothing to compare.
@@ -62,6 +63,7 @@ class SpellEpisode(QuestionEpisode):
     hidden: str = ""
     own_reference: str = ""
     blind: tuple[str | None, ...] = ()
+    blind_stated: tuple[str | None, ...] = ()
     blind_scores: tuple[float, ...] = ()
     named: tuple[bool, ...] = ()
     judged: tuple[Reply | None, ...] = ()

@@ -31,5 +31,7 @@ class Benchmark:
     extract: Callable[[str, BenchmarkItem], str | None]
     score: Callable[[str, BenchmarkItem], float]
     judged: bool = False  # whether a judge may be asked about the answers
+    # Any sample text -> words that a judge reads; None: the stated answer of `extract`.
+    state: Callable[[str, BenchmarkItem], str | None] | None = None
     max_tokens: int = 4096  # default maximum answer length (paper Appendix E.2, F.2, F.3)
     by: tuple[str, ...] = ()  # one or two item fields; scores are also averaged for each value

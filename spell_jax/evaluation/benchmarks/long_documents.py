@@ -230,6 +230,7 @@ def _benchmark(
         score=lambda text, item: score_rule(task, stated(text), item),
         # A letter is right or wrong: there is nothing to judge.
         judged=task != "multiple_choice",
+        state=lambda text, item: rules.stated_answer(stated(text), task),
         by=by,
     )
 

@@ -73,6 +73,7 @@ def load(folder: Folder, limit: int | None = None) -> Benchmark:
             text, item.references[0], item.fields["task"], extract=EXTRACT
         ),
         judged=True,
+        state=lambda text, item: rules.stated_answer(text, item.fields["task"], EXTRACT),
         by=("step", "task"),
     )
 

@@ -388,7 +388,7 @@ def test_judge_can_replace_the_rule_on_given_questions():
 
     algorithm, ask = given_algorithm(rule="judge", judge=judge, responder_reward="rule"), new_ask()
     episodes = roll_out(algorithm, ask, 1)
-    scored_predictions = lambda e: zip(e.rule, e.predictions, strict=True)  # noqa: E731
-    answered = [p for e in episodes for p in e.predictions if p is not None]
+    scored_answers = lambda e: zip(e.rule, e.stated, strict=True)  # noqa: E731
+    answered = [words for e in episodes for words in e.stated if words is not None]
     assert len(judged_items) == len(answered) > 0
-    assert all(r == (p is not None) for e in episodes for r, p in scored_predictions(e))
+    assert all(r == (p is not None) for e in episodes for r, p in scored_answers(e))

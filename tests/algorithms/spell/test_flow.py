@@ -231,10 +231,10 @@ def test_external_judge_replaces_the_rule():
     assert rollout.of(0).rule == (0.0, 0.0, 1.0, 0.0)
     assert rollout.of(1).rule == (1.0, 0.0, 0.0, 0.0)  # no verdict: the rule's reward stays
     assert ("Q00 what?", "beta0", "alpha0") in judged_items
-    predictions = [p for e in rollout.episodes for p in e.predictions if p is not None]
-    blind = [p for e in rollout.episodes for p in e.blind if p is not None]
-    assert len(judged_items) == len(predictions) + len(blind)
-    failed = sum(p not in ("alpha0", "beta0") for p in predictions) / len(predictions)
+    stated = [words for e in rollout.episodes for words in e.stated if words is not None]
+    blind = [words for e in rollout.episodes for words in e.blind_stated if words is not None]
+    assert len(judged_items) == len(stated) + len(blind)
+    failed = sum(words not in ("alpha0", "beta0") for words in stated) / len(stated)
     assert rollout.algorithm.metrics(rollout.episodes).means()["judge_failed"] == pytest.approx(
         failed
     )
@@ -282,6 +282,40 @@ def test_external_judge_compares_answers_without_documents_with_the_frozen_reade
     assert [e.status for e in rollout.episodes] == ["ungrounded", "accepted", "accepted"]
 
 
+class Dollars(Script):
+    """Models whose responder states numbers in words."""
+
+    TEXTS = ("The answer is $3.5 million", "The answer is -$5", "Five million dollars.", "")
+
+    def __call__(self, role: str, prompt: str, sibling: int, model: str) -> str | None:
+        text = super().__call__(role, prompt, sibling, model)
+        return self.TEXTS[sibling] if role == "responder" else text
+
+
+@pytest.mark.parametrize("extract", ["paper", "lenient"])
+def test_external_judge_reads_the_sentence_of_a_number_and_the_verifier_its_figure(extract):
+    judged_answers = []
+
+    def judge(items):
+        judged_answers.extend(answer for _, answer, _ in items)
+        return [int(answer == "$3.5 million") for _, answer, _ in items]
+
+    rows = [Row(MATH, "ok", 0, 2, 0, 0)]
+    options = {"rule": "match_or_judge", "judge": judge, "extract": extract}
+    (episode,) = Rollout(rows, script=Dollars(rows), **options).episodes
+    assert episode.status == "ungrounded" and judged_answers == ["$3.5 million"]
+    rollout = Rollout(rows, script=Dollars(rows), grounding_samples=0, **options)
+    (episode,) = rollout.episodes
+    assert judged_answers[1:] == ["$3.5 million", "-$5", "Five million dollars"]
+    assert episode.rule == (1.0, 0.0, 0.0, 0.0)
+    assert episode.judge == (1, 0, 0, None)
+    figures = [p for p in episode.predictions if p is not None]
+    assert figures == (["$3.5"] if extract == "paper" else ["3500000", "-5", "5000000"])
+    verifier_prompts = rollout.ask.calls[-1].prompts
+    assert len(verifier_prompts) == len(figures)
+    assert all(p in prompt for p, prompt in zip(figures, verifier_prompts, strict=True))
+
+
 def test_judge_can_raise_the_scores_of_the_rule():
     judged_answers = []
 
@@ -296,10 +330,10 @@ def test_judge_can_raise_the_scores_of_the_rule():
     assert second.rule[0] == 1.0 and second.judge[0] is None and 0 in second.judge
     plain = Rollout(grounding_samples=0)
     wrong = [
-        p
+        words
         for e in plain.episodes
-        for p, score in zip(e.predictions, e.rule, strict=True)
-        if p is not None and score < 1
+        for words, score in zip(e.stated, e.rule, strict=True)
+        if words is not None and score < 1
     ]
     assert sorted(judged_answers) == sorted(wrong)
     (record,) = to_records(rollout.algorithm, [first])

@@ -234,6 +234,18 @@ def structured(answer: str) -> str:
     )
 
 
+@pytest.mark.parametrize("answer_format", ["plain", "sections"])
+def test_judge_of_docmath_reads_the_sentence_of_a_number(tmp_path, answer_format):
+    write(tmp_path / "simpshort_testmini.json", [math_row()])
+    benchmark = load("docmath", tmp_path, 1, answer_format=answer_format)
+    (item,), read = benchmark.items, structured if answer_format == "sections" else str
+    assert benchmark.judged and benchmark.state
+    for sentence in ("$3.5 million", "-$5", "five million dollars"):
+        assert benchmark.state(read(f"The answer is {sentence}."), item) == sentence
+    assert benchmark.extract(read("The answer is five million"), item) is None
+    assert benchmark.state("<think>The answer is 5", item) is None
+
+
 @pytest.mark.parametrize("name", list(long.LOADERS))
 def test_sections_are_asked_for_and_the_answer_section_is_scored(tmp_path, name):
     domains = [domain for _, domain, _ in long.LONGBENCH_V2_KINDS.values()]
