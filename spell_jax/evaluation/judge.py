@@ -16,17 +16,11 @@ from absl import app
 from spell_jax.evaluation.policy_flags import SIZES
 from spell_jax.evaluation.policy_sampler import Policy, check_room
 from spell_jax.runtime import distributed
+from spell_jax.runtime.endpoint import JUDGE_KEY, Endpoint, EndpointConfig
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.judge import (
-    JUDGE_KEY,
-    JUDGE_TEMPLATES,
-    Endpoint,
-    Judge,
-    JudgeConfig,
-    Template,
-)
+from spell_jax.selfplay.judge import JUDGE_TEMPLATES, Judge, Template
 
 REPLIES = "judge.jsonl"
 
@@ -63,7 +57,7 @@ def make_judge(
     `template` replaces --judge_template's. The replies are kept in OUT/judge.jsonl. `sizes` are the
     sampler sizes of a judging policy.
     Raises UsageError if only one of --judge_url and --judge_model is set, an endpoint and a policy,
-    or no judge for --rule=judge; and the errors of JudgeConfig and
+    or no judge for --rule=judge; and the errors of EndpointConfig and
     weights.read_config_and_tokenizer.
     """
     if bool(flag_values.judge_url) != bool(flag_values.judge_model) or (
@@ -84,7 +78,7 @@ def make_judge(
     else:
         model = flag_values.judge_model
         ask = Endpoint(
-            JudgeConfig(
+            EndpointConfig(
                 flag_values.judge_url,
                 model,
                 os.environ.get(JUDGE_KEY),

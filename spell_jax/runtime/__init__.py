@@ -9,6 +9,7 @@ Public names:
   durable.write_file, durable.append, durable.replace: files that survive a loss of power.
   jsonl.read_records, jsonl.write_records, jsonl.read_json, jsonl.write_json: rows and documents.
   paths.open_folder, remote.fetch: folders here or in a bucket, and files of any URL.
+  endpoint.Endpoint: a client of an OpenAI-compatible API, with retries and a rate limit.
   config.Config, config.section, config.build: fields of a dataclass as flags and back.
   entry.run_main, setup.setup: the frame of a command, and jax's settings.
   run_logger.RunLogger, metrics.Metrics, progress.Progress: what a run tells about itself.

@@ -8,7 +8,7 @@ from spell_jax.algorithms import registry
 from spell_jax.config import default_config
 from spell_jax.runtime import config, entry, remote, urls
 from spell_jax.runtime.config import build, plain
-from spell_jax.selfplay.judge import JudgeConfig
+from spell_jax.runtime.endpoint import EndpointConfig
 from tests.runtime.test_config import Example
 
 SECRET = "hunter2"
@@ -45,7 +45,7 @@ def test_secret_is_refused_without_being_repeated(url: str, capsys, monkeypatch)
         urls.check_secret("data.source", url)
     assert SECRET not in str(info.value)
     with pytest.raises(ValueError, match=r"^url = .*leave it out") as info:
-        JudgeConfig(url, "m")
+        EndpointConfig(url, "m")
     assert SECRET not in str(info.value)
     for arguments in ([f"--judge_url={url}"], ["--judge_url", url]):
         monkeypatch.setattr("sys.argv", ["command", *arguments])

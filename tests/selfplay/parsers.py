@@ -23,6 +23,7 @@ from spell_jax.data.questions import Question
 from spell_jax.evaluation.benchmarks import long_documents, retrieval, short
 from spell_jax.evaluation.benchmarks.base import BenchmarkItem
 from spell_jax.evaluation.generated import haystack
+from spell_jax.runtime import endpoint
 from spell_jax.selfplay import (
     braces,
     cloze,
@@ -141,7 +142,7 @@ _ONE = (
     *(
         cloze.answer_spans,
         cloze.split_sentences,
-        judge.read_retry_after,
+        endpoint.read_retry_after,
         puzzles.split_paragraphs,
         folder_rows.other_forms,
     ),

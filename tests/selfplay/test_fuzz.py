@@ -36,9 +36,10 @@ from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.algorithms.spell.record import make_record
 from spell_jax.data.clusters import Cluster, read_clusters
 from spell_jax.data.questions import read_questions
+from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.runtime.jsonl import read_records, write_records
 from spell_jax.selfplay import cloze, json_records, numbers, prompts, rules, statements
-from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Endpoint, Judge, JudgeConfig
+from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Judge
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.parsing import Parsed
 from spell_jax.trainer import supervised
@@ -216,7 +217,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "judge.parse_judgement": (-1, 0, 1).__contains__,
     "judge.parse_grade": (-1, 0, 1).__contains__,
     "judge.parse_letter": (-1, 0, 1, 2).__contains__,
-    "judge.read_retry_after": lambda seconds: seconds >= 0,
+    "endpoint.read_retry_after": lambda seconds: seconds >= 0,
     "haystack.extract": _is_text_or_none,
     "haystack.match_all": _is_share,
     "haystack.match_part": (0.0, 1.0).__contains__,
@@ -555,7 +556,7 @@ def test_judge_handles_arbitrary_replies(monkeypatch: pytest.MonkeyPatch) -> Non
     bodies.append(b'{"choices": [{"message": {"content": "[[YES]]"}}]}')
     replies = (httpx2.Response(200, content=body) for body in bodies)
     monkeypatch.setattr(httpx2.HTTPTransport, "handle_request", lambda *_: next(replies))
-    config = JudgeConfig("http://127.0.0.1/", "m", attempts=1, workers=1)
+    config = EndpointConfig("http://127.0.0.1/", "m", attempts=1, workers=1)
     judge = Judge(Endpoint(config), lambda question, *_: question)
     verdicts = judge.judge([(str(i), "", "") for i in range(len(bodies))])
     assert {*verdicts} == {UNANSWERED, MALFORMED, 0, 1}

@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.selfplay import prompts
 from spell_jax.selfplay.judge import (
     JUDGE_TEMPLATES,
     MALFORMED,
     UNANSWERED,
-    Endpoint,
     Judge,
-    JudgeConfig,
     parse_grade,
     parse_judgement,
 )
@@ -104,7 +103,7 @@ class Time:
 
 
 def make_judge(url: str, time: Time | None = None, cache: dict | None = None, **changes) -> Judge:
-    config = JudgeConfig(url=url, model="judge-model", **{"timeout_s": 5.0, **changes})
+    config = EndpointConfig(url=url, model="judge-model", **{"timeout_s": 5.0, **changes})
     time = time or Time()
     endpoint = Endpoint(config, time.sleep, time.clock)
     return Judge(endpoint, lambda q, p, r: f"{q}|{p}|{r}", config.model, **(cache or {}))
@@ -149,18 +148,18 @@ def test_cut_off_reply_is_not_kept_for_a_larger_limit(server, tmp_path):
 @pytest.mark.parametrize("key", ["hunter2\n", "hunter2\r", " hunter2", "hünter2", "hunter2\0"])
 def test_key_that_http_cannot_send_is_refused_without_being_repeated(key):
     with pytest.raises(ValueError, match=r"^the key of http://host/v1: .*SPELL_JUDGE_KEY") as info:
-        JudgeConfig("http://host/v1", "m", key)
+        EndpointConfig("http://host/v1", "m", key)
     assert "nter2" not in str(info.value)
-    assert "hunter2" not in repr(JudgeConfig("http://host/v1", "m", "hunter2"))
+    assert "hunter2" not in repr(EndpointConfig("http://host/v1", "m", "hunter2"))
 
 
 def test_endpoint_accepts_repeated_prompts(server):
     server.respond = lambda prompt, times: completion(f"{prompt} {times}")
-    endpoint = Endpoint(JudgeConfig(server.url, "m", workers=1, top_p=0.5))
+    endpoint = Endpoint(EndpointConfig(server.url, "m", workers=1, top_p=0.5))
     replies = dict(endpoint.reply(["a", "b", "a"]))
     assert replies == {0: "a 1", 1: "b 1", 2: "a 2"}
     assert [body["top_p"] for body, _ in server.requests] == [0.5] * 3
-    dict(Endpoint(JudgeConfig(server.url, "m"))(["c"]))
+    dict(Endpoint(EndpointConfig(server.url, "m"))(["c"]))
     assert "top_p" not in server.requests[-1][0]
 
 
@@ -289,7 +288,7 @@ def test_concurrent_requests_are_limited_to_workers(server):
 )
 def test_config_errors_name_the_field(field, value):
     with pytest.raises(ValueError, match=field):
-        JudgeConfig(**{"url": "http://x/", "model": "m", field: value})
+        EndpointConfig(**{"url": "http://x/", "model": "m", field: value})
 
 
 def test_parsed_verdicts_match_the_reference(cases):

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from spell_jax.runtime import fault_injection
-from spell_jax.selfplay import judge as judges
-from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, JudgeConfig, read_retry_after
+from spell_jax.runtime import endpoint, fault_injection
+from spell_jax.runtime.endpoint import EndpointConfig, read_retry_after
+from spell_jax.selfplay.judge import MALFORMED, UNANSWERED
 from tests.selfplay.test_judge import (
     Answer,
     Server,
@@ -79,7 +79,7 @@ def test_configured_rate_overrides_shorter_retry_after_header(server: Server):
 def test_oversized_reply_is_rejected(server: Server, monkeypatch):
     server.respond = lambda *_: completion("[[YES]]" + " " * 9000)
     assert make_judge(server.url, attempts=1).judge([item("a")]) == [1]
-    monkeypatch.setattr(judges, "MAX_REPLY_BYTES", 8000)
+    monkeypatch.setattr(endpoint, "MAX_REPLY_BYTES", 8000)
     assert make_judge(server.url, attempts=1).judge([item("b")]) == [UNANSWERED]
 
 
@@ -213,4 +213,4 @@ def test_sizes_out_of_range_are_rejected(size):
     with pytest.raises(ValueError, match="cache_size"):
         make_judge("http://localhost/", cache={"cache_size": size})
     with pytest.raises(ValueError, match="longest_wait_s"):
-        JudgeConfig("http://localhost/", "m", longest_wait_s=-1)
+        EndpointConfig("http://localhost/", "m", longest_wait_s=-1)

@@ -36,10 +36,11 @@ from spell_jax.policy.embedder import Embedder
 from spell_jax.runtime import distributed, entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import check_choice, check_least
+from spell_jax.runtime.endpoint import JUDGE_KEY, Endpoint, EndpointConfig
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import evidence, rules
-from spell_jax.selfplay.judge import JUDGE_KEY, Ask, Endpoint, JudgeConfig
+from spell_jax.selfplay.judge import Ask
 from spell_jax.selfplay.prompts import Prompts
 from spell_jax.selfplay.rouge import rouge_l_recall
 
@@ -452,7 +453,7 @@ def _make_judge(flag_values: Any, policy: Policy) -> Ask:
     key, cap = os.environ.get(JUDGE_KEY), flag_values.judge_max_tokens
     if flag_values.judge_url:
         endpoint = Endpoint(
-            JudgeConfig(flag_values.judge_url, flag_values.judge_model, key, max_tokens=cap)
+            EndpointConfig(flag_values.judge_url, flag_values.judge_model, key, max_tokens=cap)
         )
         # One host asks and broadcasts the replies: all hosts continue from the same branch.
         return lambda texts: distributed.broadcast(lambda: list(endpoint(texts)))

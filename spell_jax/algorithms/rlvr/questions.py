@@ -56,13 +56,14 @@ from spell_jax.policy.model import find_folder
 from spell_jax.runtime import distributed, durable, entry, fault_injection, paths
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.config import check_choice, check_least
+from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.runtime.jsonl import append_records, read_records, write_json
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import parsing, rules
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Endpoint, Judge, JudgeConfig
+from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Judge
 from spell_jax.selfplay.prompts import Prompts
 
 TEACHER_KEY = "SPELL_TEACHER_KEY"  # an environment variable: configs are written to disk
@@ -379,7 +380,7 @@ def make_teacher(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> T
         model = f"{policy.folder.name} {policy.fingerprint()}"
     else:
         try:
-            config = JudgeConfig(
+            config = EndpointConfig(
                 url,
                 model,
                 os.environ.get(TEACHER_KEY),
@@ -387,6 +388,7 @@ def make_teacher(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> T
                 attempts=8,
                 workers=flag_values.teacher_workers,
                 requests_per_s=flag_values.teacher_rate,
+                key_name=TEACHER_KEY,
                 **sampling,
             )
         except ValueError as error:

@@ -25,10 +25,11 @@ from spell_jax.data.stream import TaskStream
 from spell_jax.evaluation.policy_sampler import SIZES, Policy
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime import fault_injection
+from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.judge import Endpoint, Judge, JudgeConfig
+from spell_jax.selfplay.judge import Judge
 from tests import noise
 from tests.algorithms.scripted import ScriptedModels, make_context
 from tests.selfplay.test_judge import Answer, Server, completion, server
@@ -111,7 +112,7 @@ def build(
     """Run a build with a server, as from the command line."""
 
     def endpoint(model: str) -> Endpoint:
-        return Endpoint(JudgeConfig(server.url, model, attempts=1, workers=1, timeout_s=60.0))
+        return Endpoint(EndpointConfig(server.url, model, attempts=1, workers=1, timeout_s=60.0))
 
     defaults = {"attempts": len(ENDS), "batch": len(ENDS), "documents": 2, "prompt_set": "compact"}
     settings = Settings(**(defaults | {"agreement": agreement} | changes))
