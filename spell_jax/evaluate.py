@@ -1,4 +1,4 @@
-"""Evaluates a policy: public benchmarks with the paper's protocol (section 4.1), or other tasks.
+"""Evaluates a model: public benchmarks with the paper's protocol (section 4.1), or other tasks.
 
     python -m spell_jax.evaluate --policy=DIR | --workdir=RUN --benchmarks=docmath,frames,...
         [--data=FOLDER] --out=DIR [--prose=FOLDER] [--max_input=16384,100000] [--samples=8]
@@ -6,6 +6,8 @@
         [--judge_url=URL --judge_model=NAME | --judge_policy=DIR] [--judge_template=grades]
         [--rule=judge]
         [--compare=OTHER_OUT,...] [--columns=separate]
+    python -m spell_jax.evaluate --endpoint=URL --model=NAME [--tokenizer=FOLDER] --benchmarks=...
+        [--data=FOLDER] --out=DIR ...
     python -m spell_jax.evaluate --policy=DIR | --workdir=RUN --lm_eval=TASK1,TASK2 --out=DIR
         [--lm_eval_tasks=FOLDER] [--lm_eval_examples=5] [--lm_eval_chat] [--limit=N]
     python -m spell_jax.evaluate --judgment=outcome|diversity --answers=TREE.jsonl --out=DIR
@@ -37,7 +39,13 @@ The first command:
    judge.jsonl each reply. The final files equal the files of an uninterrupted evaluation.
    OUT/config.json describes the evaluation; another evaluation needs another OUT.
 
-The second runs tasks of lm-evaluation-harness (extra "lm_eval"), which define their own prompts,
+The second asks a model at an OpenAI-compatible API, in the same words, with a seed for each sample.
+Its key is read from $SPELL_ENDPOINT_KEY. Prompts are cut in tokens of --tokenizer, and not at all
+without it. OUT/replies.jsonl keeps each reply, so a restart sends only requests without one. A
+question that lacks a reply is left out of the means: the table counts such questions, and
+OUT/left_out.jsonl lists them.
+
+The third runs tasks of lm-evaluation-harness (extra "lm_eval"), which define their own prompts,
 sampling and metrics. FOLDER has task files of your own. OUT/lm_eval.json has the harness's results,
 and its table is printed. Nothing is downloaded unless HF_HUB_OFFLINE and HF_DATASETS_OFFLINE are 0.
 
@@ -64,6 +72,7 @@ def main(_) -> None:
 
     from spell_jax.evaluation import harness, judgments, lengths, runner
     from spell_jax.evaluation import judge as judging
+    from spell_jax.evaluation.endpoint_respondent import Traffic
     from spell_jax.runtime import setup
 
     setup.setup()
@@ -90,12 +99,11 @@ def main(_) -> None:
     config = runner.from_flags(flag_values)
     # The judge is made before sampling, so that a mistake in its flags costs no answers.
     judge = judging.make_judge(flag_values, out, sizes)
-    name = (
-        flag_values.name or pathlib.Path(flag_values.workdir or flag_values.policy).resolve().name
-    )
+    folder = flag_values.workdir or flag_values.policy or ""
+    name = flag_values.name or config.model or pathlib.Path(folder).resolve().name
     columns = registry.COLUMN_CHOICES[flag_values.columns]
-    rule = flag_values.rule
-    runner.evaluate(config, out, name, judge, sizes, flag_values.compare, columns, rule)
+    rule, traffic = flag_values.rule, Traffic(flag_values.endpoint_workers, flag_values.endpoint_rate)
+    runner.evaluate(config, out, name, judge, sizes, flag_values.compare, columns, rule, traffic)
     if jax.process_index() == 0:
         print((out / runner.TABLE).read_text(), end="")
 
@@ -104,13 +112,23 @@ if __name__ == "__main__":
     # Defined here, so that one process may import several entry points.
     flags.DEFINE_string("policy", None, "Folder of a policy.")
     flags.DEFINE_string("workdir", None, "Workdir of a run, whose policy/ is evaluated.")
+    flags.DEFINE_string("endpoint", "", "URL of the OpenAI-compatible API of an evaluated model.")
+    flags.DEFINE_string("model", "", "Model name at --endpoint.")
+    flags.DEFINE_string("tokenizer", "", "Folder of a tokenizer, to cut prompts for --endpoint.")
+    flags.DEFINE_integer("endpoint_workers", 16, "Maximum number of concurrent requests.")
+    flags.DEFINE_float("endpoint_rate", 0.0, "Maximum requests per second; 0: no limit.")
     flags.DEFINE_list("benchmarks", None, "Names of benchmarks, separated by commas.")
     flags.DEFINE_string("data", "", "Folder of the benchmark files; generated ones need none.")
     flags.DEFINE_string(
         "prose", "", "Folder of the texts that hide needles; empty: those of --data, else a novel."
     )
     flags.DEFINE_string("out", None, "Folder of the results.", required=True)
-    flags.DEFINE_list("max_input", ["16384", "100000"], "Prompt limits in tokens.")
+    flags.DEFINE_list(
+        "max_input",
+        None,
+        "Prompt limits in tokens; default: 16384,100000, but none for --endpoint without "
+        "--tokenizer.",
+    )
     flags.DEFINE_integer("samples", 8, "Number of answers per question.")
     flags.DEFINE_float("temperature", 0.7, "Sampling temperature; 0: greedy.")
     flags.DEFINE_float("top_p", 0.95, "Probability mass of the nucleus.")
@@ -131,7 +149,7 @@ if __name__ == "__main__":
     flags.DEFINE_float(
         "rope_factor", 1.0, "Context length over the policy's, above 1, with --rope_scaling."
     )
-    flags.DEFINE_string("name", "", "Name of the policy in the table; default: its folder name.")
+    flags.DEFINE_string("name", "", "Name in the table; default: the name of folder or model.")
     flags.DEFINE_list("compare", [], "Output folders of other evaluations to add to the table.")
     flags.DEFINE_enum(
         "columns",

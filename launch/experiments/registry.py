@@ -56,12 +56,15 @@ class PaperModel:
       topology: smallest v5p slice that holds its runs, as launch.plan estimates.
       fields: config fields of its runs.
       values: texts for {NAME}.
+      policy: flags that name a model at an endpoint to spell_jax.evaluate; "": --policy with the
+        folder of its repository.
     """
 
     repository: str
     topology: str = "v5p-8"
     fields: dict[str, str | int | float | bool] = dataclasses.field(default_factory=dict)
     values: dict[str, str] = dataclasses.field(default_factory=dict)
+    policy: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +223,9 @@ class _PaperReader:
         self._file = file
         _check_names(file.values, _PRINTED, "values")
         for key, model in file.models.items():
-            self._check_values(model.values, typed_toml.join("models", key))
+            place = typed_toml.join("models", key)
+            self._check_values(model.values, place)
+            _check_names({"policy": model.policy}, _PRINTED, place)
         names = (*_COMMAND_NAMES, *_PRINTED, *file.values)
         _check_names(file.evaluations, names, "evaluations")
         # In the file's order: a run may be like a run above it, and a mean may have columns above
@@ -319,8 +324,8 @@ class _PaperReader:
         values = self._file.values | model.values | row.values
         values |= {"model": name, "repository": model.repository}
         run = self._run(row.run, model, values, f"{place}.run") if row.run else None
-        policy = "--workdir={folder}" if run else f"--policy={{inputs}}/models/{model.repository}"
-        values["policy"] = policy
+        published = model.policy or f"--policy={{inputs}}/models/{model.repository}"
+        values["policy"] = "--workdir={folder}" if run else published
         commands = tuple(
             self._command(key, values, f"{place}.evaluations")
             for key in row.evaluations or experiment.evaluations

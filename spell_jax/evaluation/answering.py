@@ -15,7 +15,7 @@ import logging
 import pathlib
 import zlib
 from collections.abc import Iterator, Sequence, Set
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -23,11 +23,13 @@ import numpy as np
 from spell_jax.evaluation import protocol
 from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.evaluation.policy_sampler import Policy
+from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import read_records, write_records
 from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import Options
-from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Judge
+from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Item, Judge
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +77,72 @@ class TokenizedQuestion:
         """Return what a judge reads of a sample; None if there is nothing to judge."""
         return (self.benchmark.state or self.benchmark.extract)(text, self.item)
 
+    def judge_item(self, text: str) -> Item:
+        """Return the question, the words of a sample and the reference, as a judge reads them."""
+        # The first reference alone, as in the paper's code. It shows only the first paragraph of a
+        # question; here the judge reads all paragraphs.
+        return self.item.question, self.state(text) or "", self.item.references[0]
+
     def key(self, limit: int) -> QuestionKey:
         return limit, self.benchmark.name, self.item.id
+
+
+class Respondent(Protocol):
+    """A model that answers benchmark questions: a policy, or a model at an endpoint."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    def fingerprint(self) -> str:
+        """Return a hash of the weights, "" if they are unknown."""
+        ...
+
+    def read_questions(
+        self, benchmarks: Sequence[Benchmark], limits: Sequence[int]
+    ) -> list[TokenizedQuestion]:
+        """Tokenize all questions; ValueError if a prompt and its answer do not fit."""
+        ...
+
+    def answer(
+        self, questions: Sequence[TokenizedQuestion], limit: int, answered_keys: Set[QuestionKey]
+    ) -> Iterator[tuple[QuestionKey, list[Row]]]:
+        """Yield the key and the G unscored rows of each question not in `answered_keys`."""
+        ...
+
+    def release(self) -> None:
+        """Free the memory of the weights."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyRespondent:
+    """A policy as respondent; all processes call it together."""
+
+    policy: Policy
+    sampling: EvaluationSampling
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.policy.tokenizer
+
+    def fingerprint(self) -> str:
+        return self.policy.fingerprint()
+
+    def read_questions(
+        self, benchmarks: Sequence[Benchmark], limits: Sequence[int]
+    ) -> list[TokenizedQuestion]:
+        questions = tokenize(self.policy, benchmarks, max(limits))
+        check_context(self.sampling, self.policy, questions)
+        entry.setup_done()
+        return questions
+
+    def answer(
+        self, questions: Sequence[TokenizedQuestion], limit: int, answered_keys: Set[QuestionKey]
+    ) -> Iterator[tuple[QuestionKey, list[Row]]]:
+        return sample_answers(self.sampling, self.policy, questions, limit, answered_keys)
+
+    def release(self) -> None:
+        self.policy.release()
 
 
 def tokenize(
@@ -168,7 +234,7 @@ def read_finished(path: pathlib.Path, samples: int) -> dict[QuestionKey, list[Ro
     if not path.exists():
         return {}
     rows_by_key: dict[QuestionKey, list[Row]] = {}
-    lines, torn = read_records(path, _parse_row)
+    lines, torn = read_records(path, parse_row)
     for key, row in lines:
         rows_by_key.setdefault(key, []).append(row)
     sample_numbers = list(range(samples))
@@ -188,7 +254,8 @@ def read_finished(path: pathlib.Path, samples: int) -> dict[QuestionKey, list[Ro
 _KINDS = {"max_input": int, "benchmark": str, "id": str, "sample": int, "text": str}
 
 
-def _parse_row(row: Any) -> tuple[QuestionKey, Row]:
+def parse_row(row: Any) -> tuple[QuestionKey, Row]:
+    """Return the question and the row of a line of samples.jsonl; ValueError names a bad field."""
     for field, kind in _KINDS.items():
         # Not isinstance: True is an int.
         if type(row[field]) is not kind:
@@ -229,11 +296,7 @@ def ask_judge(
             log.warning("no judge is given: free text is scored by the rule alone")
         return
     requests = [
-        # The first reference alone, as in the paper's code. It shows only the first paragraph of a
-        # question; here the judge reads all paragraphs.
-        (row, (question.item.question, question.state(row["text"]), question.item.references[0]))
-        for question, row in answered
-        if row["unjudged"]
+        (row, question.judge_item(row["text"])) for question, row in answered if row["unjudged"]
     ]
     verdicts = judge.judge([item for _, item in requests])
     for (row, _), verdict in zip(requests, verdicts, strict=True):

@@ -31,7 +31,8 @@ def plot_breakdown(
     figure = Figure(figsize=(width * len(panels), height), layout="constrained")
     for number, (limit, parts) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(1, len(panels), number)
-        axes.set_title(f"{title}, prompts of at most {limit:,} tokens", fontsize=9)
+        prompts = f"prompts of at most {limit:,} tokens" if limit else "uncut prompts"
+        axes.set_title(f"{title}, {prompts}", fontsize=9)
         axes.tick_params(labelsize=7)
         names = list(parts[0])
         across, *down = names[: names.index("questions")]

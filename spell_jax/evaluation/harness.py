@@ -48,6 +48,7 @@ BENCHMARK_FLAGS = (
     *("columns", "answer_format", "judge_url", "judge_model", "judge_policy", "judge_template"),
     *("rule", "answers"),
     *("judge_max_tokens", "judge_workers", "judge_rate"),
+    *("endpoint", "model", "tokenizer", "endpoint_workers", "endpoint_rate"),
 )
 # A download would depend on the day; both libraries read these when they are imported.
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")

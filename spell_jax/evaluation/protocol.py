@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -147,6 +148,7 @@ def summarize(
     samples: int,
     shared: Columns,
     seed: int,
+    left_out: Collection[tuple[int, str, str]] = (),
 ) -> list[dict[str, Any]]:
     """Summarize each prompt limit: {"max_input"} | aggregate(), with counts for each benchmark.
 
@@ -154,7 +156,9 @@ def summarize(
     The output has the order of `names`. If the rows of a benchmark have "by", its summary
     also has "by": [{field: value, "questions", "pass@k": {"mean", "low", "high"}}], with one entry
     per combination of field values, sorted by these values. Where verdicts of a judge are missing,
-    the summary has "unjudged": {column: number of answers}.
+    the summary has "unjudged": {column: number of answers}. `left_out` are questions without rows,
+    (max_input, benchmark, id); "left_out" counts them, {column: number of questions}. A benchmark
+    without any rows is a ValueError.
     """
     summaries = []
     for limit in limits:
@@ -173,12 +177,18 @@ def summarize(
             summary["benchmarks"][name] |= _counts(question_samples)
             if parts := _parts(question_samples, samples, name, seed):
                 summary["benchmarks"][name]["by"] = parts
-        missing = {
-            title: sum(summary["benchmarks"][name]["unjudged"] for name in members)
-            for title, members in columns(groups, shared).items()
-        }
-        if any(missing.values()):
-            summary["unjudged"] = {title: number for title, number in missing.items() if number}
+        counts = Counter(key[1] for key in left_out if key[0] == limit)
+        for kind, by_name in (
+            ("unjudged", {name: summary["benchmarks"][name]["unjudged"] for name in groups}),
+            ("left_out", counts),
+        ):
+            by_column = {
+                title: number
+                for title, members in columns(groups, shared).items()
+                if (number := sum(by_name[name] for name in members))
+            }
+            if by_column:
+                summary[kind] = by_column
         summaries.append({"max_input": limit} | summary)
     return summaries
 
@@ -224,9 +234,15 @@ def _counts(groups: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         "no_prediction": share(row["prediction"] is None for row in rows),
         "truncated": share(row["truncated"] for row in rows),
         "answers_truncated": share(not row["stopped"] for row in rows),
-        "tokens_in": share(row["tokens_in"] for row in rows),
-        "tokens_out": share(row["tokens_out"] for row in rows),
+        "tokens_in": _mean_count(row["tokens_in"] for row in rows),
+        "tokens_out": _mean_count(row["tokens_out"] for row in rows),
     }
+
+
+def _mean_count(counts: Iterable[int | None]) -> float | None:
+    """Return the mean of the known counts; None if an endpoint tells none."""
+    known_counts = [count for count in counts if count is not None]
+    return sum(known_counts) / len(known_counts) if known_counts else None
 
 
 def table(summaries: Sequence[Mapping[str, Any]]) -> str:
@@ -234,7 +250,8 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> str:
 
     A summary is {"policy", "titles": {benchmark: title}, "rows": [{"max_input"} | aggregate()]}.
     The first summary determines the columns; missing values are left empty. A star marks a mean
-    over answers that lack the verdict of a judge; a note below the table counts these answers.
+    over answers that lack the verdict of a judge, a dagger a mean without questions that lack a
+    reply; notes below the table count them.
     """
     first = summaries[0]
     titles, names = first["titles"], list(first["rows"][0]["columns"])
@@ -251,36 +268,58 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> str:
     for kind in first["rows"][0]["average"]:
         lines = [heads, ["---", "---", *["---:"] * (len(heads) - 2)]]
         for limit, policy, row in rows:
-            missing = row.get("unjudged", {})
-            cells = [_cell(row["columns"].get(n, {}).get(kind), n in missing) for n in names]
-            cells += [_cell(row["average"].get(kind), bool(missing))]
-            cells += [_cell(row["task_mean"].get(kind), bool(missing))] * shared
+            cells = [_cell(row["columns"].get(n, {}).get(kind), _marks(row, n)) for n in names]
+            cells += [_cell(row["average"].get(kind), _marks(row))]
+            cells += [_cell(row["task_mean"].get(kind), _marks(row))] * shared
             lines.append([_limit(limit), policy, *cells])
         body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         parts.append(f"## {kind}, percent (95 % interval)\n\n{body}\n")
     notes = [
-        f"\\* {policy}, {_limit(limit)}: no verdict of a judge on "
-        f"{_describe_unjudged(row, titles)}; the rule's scores stand.\n"
+        note.format(_describe(row[kind], things, titles), policy=policy, limit=_limit(limit))
+        for kind, things, note in _NOTES
         for limit, policy, row in rows
-        if row.get("unjudged")
+        if row.get(kind)
     ]
     return "\n".join([*parts, *notes])
 
 
-def _describe_unjudged(row: Mapping[str, Any], titles: Mapping[str, str]) -> str:
-    missing = row["unjudged"].items()
-    return ", ".join(f"{number} answers of {titles.get(name, name)}" for name, number in missing)
+# (counts by column, what they count, note below the table).
+_NOTES = (
+    (
+        "unjudged",
+        "answers",
+        "\\* {policy}, {limit}: no verdict of a judge on {}; the rule's scores stand.\n",
+    ),
+    (
+        "left_out",
+        "questions",
+        "\N{DAGGER} {policy}, {limit}: no reply to {}, which the means leave out.\n",
+    ),
+)
 
 
-def _cell(interval: Mapping[str, float] | None, is_unjudged: bool) -> str:
+def _describe(counts: Mapping[str, int], things: str, titles: Mapping[str, str]) -> str:
+    return ", ".join(f"{n} {things} of {titles.get(name, name)}" for name, n in counts.items())
+
+
+def _marks(row: Mapping[str, Any], column: str = "") -> str:
+    """Return the marks of a column's mean, or of a mean of all columns."""
+    marks = {"unjudged": "*", "left_out": "\N{DAGGER}"}
+    counts = {kind: row.get(kind, {}) for kind in marks}
+    return "".join(marks[kind] for kind, by in counts.items() if (column in by if column else by))
+
+
+def _cell(interval: Mapping[str, float] | None, marks: str) -> str:
     if interval is None:
         return ""
     mean, low, high = (100 * interval[name] for name in ("mean", "low", "high"))
-    return f"{mean:.1f}{'*' * is_unjudged} ({low:.1f} to {high:.1f})"
+    return f"{mean:.1f}{marks} ({low:.1f} to {high:.1f})"
 
 
 def _limit(tokens: int) -> str:
-    """Format a limit as in the paper: 16384 -> "16K", 100000 -> "100K", others unchanged."""
+    """Format a limit as in the paper: 16384 -> "16K", 100000 -> "100K"; 0 is "uncut"."""
+    if not tokens:
+        return "uncut"
     for unit in (1000, 1024):  # 1000 first: both divide 128000, which is 128K
         if tokens % unit == 0:
             return f"{tokens // unit}K"

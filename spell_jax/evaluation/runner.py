@@ -1,4 +1,4 @@
-"""One evaluation of a policy on public benchmarks: check, sample, score, judge, write.
+"""One evaluation of a model on public benchmarks: check, sample, score, judge, write.
 
 The G samples of a question at a prompt limit are appended to samples.jsonl together, so a restarted
 evaluation skips the question. config.json in the output folder describes the
@@ -8,6 +8,7 @@ evaluation; another one needs another folder.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import pathlib
 from collections.abc import Sequence
@@ -17,13 +18,21 @@ import jax
 from absl import app
 
 from spell_jax.evaluation import answering, figures, protocol
-from spell_jax.evaluation.answering import EvaluationSampling, QuestionKey, Row
+from spell_jax.evaluation.answering import (
+    KEY_FIELDS,
+    EvaluationSampling,
+    QuestionKey,
+    Respondent,
+    Row,
+)
 from spell_jax.evaluation.benchmarks import registry
 from spell_jax.evaluation.benchmarks.base import Benchmark
+from spell_jax.evaluation.endpoint_respondent import TRAFFIC, EndpointRespondent, Traffic
 from spell_jax.evaluation.policy_sampler import SIZES, Policy
 from spell_jax.policy.choices import THINKING
 from spell_jax.policy.model import ModelConfig
-from spell_jax.runtime import distributed, entry, fault_injection, paths, remote, setup
+from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.runtime import distributed, fault_injection, paths, remote, setup
 from spell_jax.runtime.config import check_choice
 from spell_jax.runtime.jsonl import (
     append_records,
@@ -35,7 +44,13 @@ from spell_jax.runtime.jsonl import (
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay.judge import Judge
 
+log = logging.getLogger(__name__)
+
 SAMPLES, SUMMARY, TABLE, PLOTS = "samples.jsonl", "summary.json", "table.md", "plots"
+LEFT_OUT = "left_out.jsonl"  # questions that lack a reply of an endpoint
+DEFAULT_LIMITS = (16_384, 100_000)  # the two limits of Table 1
+UNCUT = (0,)  # of an endpoint without a tokenizer
+ENDPOINT_FIELDS = ("endpoint", "model", "tokenizer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +58,12 @@ class EvaluationConfig:
     """Policy, questions and sampling of an evaluation; a field out of range is a ValueError.
 
     Attributes:
-      policy: folder of the policy.
+      policy: folder of the policy; "" for a model at an endpoint.
       benchmarks: names of registered benchmarks.
       data: folder with a subfolder NAME for each benchmark, or with their files themselves; "" if
         all benchmarks are generated.
       prose: folder of the texts that hide needles, as in registry.load.
-      max_input: prompt limits in tokens; each is an evaluation of its own.
+      max_input: prompt limits in tokens; each is an evaluation of its own. UNCUT cuts nothing.
       limit: number of questions per benchmark, the first ones; 0 means all.
       answer_format: "plain", or "sections" for EAPO's four sections, as in registry.load.
       dtype: dtype of the policy's weights.
@@ -56,14 +71,16 @@ class EvaluationConfig:
       rope_scaling: as in model.ModelConfig, for prompts beyond the policy's context.
       rope_factor: as in model.ModelConfig.
       sampling: sampling options.
+      endpoint: URL of the OpenAI-compatible API of a model that is evaluated, without a policy.
+      model: name of the model there.
+      tokenizer: folder of the tokenizer that cuts prompts for an endpoint; "" cuts nothing.
     """
 
     policy: str
     benchmarks: tuple[str, ...]
     data: str = ""
     prose: str = ""
-    # The two limits of Table 1.
-    max_input: tuple[int, ...] = (16_384, 100_000)
+    max_input: tuple[int, ...] = DEFAULT_LIMITS
     limit: int = 0
     answer_format: str = "plain"
     dtype: str = "float32"
@@ -71,6 +88,9 @@ class EvaluationConfig:
     rope_scaling: str = ""
     rope_factor: float = 1.0
     sampling: EvaluationSampling = dataclasses.field(default_factory=EvaluationSampling)
+    endpoint: str = ""
+    model: str = ""
+    tokenizer: str = ""
 
     def __post_init__(self):
         for name in ("benchmarks", "max_input"):
@@ -80,7 +100,12 @@ class EvaluationConfig:
         check_choice(self, "", answer_format=registry.ANSWER_FORMATS)
         if self.limit < 0:
             raise ValueError(f"limit = {self.limit}: must be 0 (all) or more")
-        if min(self.max_input) < 1:
+        if self.endpoint and not self.tokenizer and self.max_input != UNCUT:
+            raise ValueError(
+                f"max_input = {self.max_input}: needs --tokenizer=FOLDER with --endpoint, to count "
+                "tokens; leave it out to cut nothing"
+            )
+        if min(self.max_input) < 1 and not (self.endpoint and not self.tokenizer):
             raise ValueError(f"max_input = {self.max_input}: must be at least 1")
         # Raises for a bad pair of values.
         ModelConfig(rope_scaling=self.rope_scaling, rope_factor=self.rope_factor)
@@ -89,18 +114,20 @@ class EvaluationConfig:
 def from_flags(flag_values: Any) -> EvaluationConfig:
     """Make the config from the flags of spell_jax/evaluate.py.
 
-    Raises UsageError if not exactly one flag names the policy, or --max_input has no numbers;
-    ValueError if a flag is out of range.
+    Raises UsageError if not exactly one flag names the policy, a flag does not go with an endpoint,
+    or --max_input has no numbers; ValueError if a flag is out of range.
     """
-    folder = policy_folder(flag_values)
-    if not all(map(str.isdecimal, flag_values.max_input)):
+    folder = "" if _has_endpoint(flag_values) else policy_folder(flag_values)
+    if not all(map(str.isdecimal, flag_values.max_input or ())):
         raise app.UsageError(f"--max_input = {flag_values.max_input}: must be numbers of tokens")
+    is_uncut = flag_values.endpoint and not flag_values.tokenizer
+    limits = tuple(map(int, flag_values.max_input or ())) or (UNCUT if is_uncut else DEFAULT_LIMITS)
     return EvaluationConfig(
         folder,
         tuple(flag_values.benchmarks),
         flag_values.data,
         flag_values.prose,
-        tuple(map(int, flag_values.max_input)),
+        limits,
         flag_values.limit,
         flag_values.answer_format,
         flag_values.dtype,
@@ -114,7 +141,21 @@ def from_flags(flag_values: Any) -> EvaluationConfig:
             flag_values.max_tokens,
             flag_values.seed,
         ),
+        *(getattr(flag_values, name) for name in ENDPOINT_FIELDS),
     )
+
+
+def _has_endpoint(flag_values: Any) -> bool:
+    """Return whether --endpoint names the model; UsageError if the other flags do not fit."""
+    if bool(flag_values.endpoint) != bool(flag_values.model):
+        raise app.UsageError("--endpoint and --model go together: a URL, and a model's name there")
+    of_policies = ("workdir", "policy", "thinking", "rope_scaling")
+    useless = [name for name in of_policies if flag_values.endpoint and getattr(flag_values, name)]
+    if useless:
+        raise app.UsageError(f"--{useless[0]}: has no effect with --endpoint, must not be given")
+    if flag_values.tokenizer and not flag_values.endpoint:
+        raise app.UsageError("--tokenizer: has no effect without --endpoint, must not be given")
+    return bool(flag_values.endpoint)
 
 
 def policy_folder(flag_values: Any) -> str:
@@ -134,33 +175,24 @@ def evaluate(
     compare: Sequence[str | os.PathLike[str]] = (),
     columns: protocol.Columns = registry.COLUMNS,
     rule: str = "match_or_judge",
+    traffic: Traffic = TRAFFIC,
 ) -> dict[str, Any]:
-    """Evaluate a policy and return the content of summary.json; all processes call this together.
+    """Evaluate a model and return the content of summary.json; all processes call this together.
 
     `out` is a local output folder, made if missing; only process 0 reads and writes there. `name`
-    is the policy's name in the table. `rule` says which answers `judge` sees, and how its verdicts
+    is the model's name in the table. `rule` says which answers `judge` sees, and how its verdicts
     count (answering.ask_judge); without a judge the benchmark's rule counts. `compare` are output
     folders of other evaluations, for the table. `columns` are its columns of several benchmarks.
+    `traffic` limits requests to an endpoint.
 
     Raises:
       FileNotFoundError: if a file of the policy, of a benchmark or of `compare` does not exist.
       ValueError: if a file is damaged, `out` holds another evaluation, or the context is too short.
     """
     out = pathlib.Path(out)
-    policy = Policy(
-        config.policy,
-        config.dtype,
-        THINKING[config.thinking],
-        sizes,
-        config.rope_scaling,
-        config.rope_factor,
-    )
-    benchmarks = [_load(config, benchmark_name, policy) for benchmark_name in config.benchmarks]
-    # Hashes, because a folder of the same name may hold other weights or a corrected data set.
-    description = dataclasses.asdict(config) | {
-        "weights": policy.fingerprint(),
-        "questions": {benchmark.name: answering.fingerprint(benchmark) for benchmark in benchmarks},
-    }
+    respondent = _make_respondent(config, out, sizes, traffic)
+    benchmarks = [_load(config, title, respondent.tokenizer) for title in config.benchmarks]
+    description = _describe(config, respondent, benchmarks)
     rows: dict[QuestionKey, list[Row]] = {}  # like `compared`, on process 0 only
     compared: list[dict[str, Any]] = []
 
@@ -173,17 +205,14 @@ def evaluate(
         return list(rows)
 
     answered_keys = {tuple(key) for key in distributed.broadcast(resume)}
-    questions = answering.tokenize(policy, benchmarks, max(config.max_input))
-    answering.check_context(config.sampling, policy, questions)
-    entry.setup_done()
+    questions = respondent.read_questions(benchmarks, config.max_input)
     for limit in config.max_input:
-        sampled = answering.sample_answers(config.sampling, policy, questions, limit, answered_keys)
-        for key, new in sampled:
+        for key, new in respondent.answer(questions, limit, answered_keys):
             if jax.process_index() == 0:
                 append_records(out / SAMPLES, new)
                 rows[key] = new
                 fault_injection.point("sampled")
-    policy.release()  # a local judge needs the memory
+    respondent.release()  # a local judge needs the memory
     keyed_questions = [
         (question, question.key(limit)) for limit in config.max_input for question in questions
     ]
@@ -193,7 +222,9 @@ def evaluate(
 
     def finish() -> dict[str, Any]:
         final, model = [row for _, row in answered], judge and (judge.model, rule)
-        summary = _summarize(config, name, benchmarks, final, model, columns)
+        left_out = [key for _, key in keyed_questions if key not in rows]
+        _list_left_out(out / LEFT_OUT, left_out)
+        summary = _summarize(config, name, benchmarks, final, model, columns, left_out)
         write_records(out / SAMPLES, final)
         write_json(out / SUMMARY, summary)
         write_lines(out / TABLE, [protocol.table([summary, *compared])])
@@ -207,9 +238,53 @@ def evaluate(
     return distributed.broadcast(finish)
 
 
-def _load(config: EvaluationConfig, name: str, policy: Policy) -> Benchmark:
+def _make_respondent(
+    config: EvaluationConfig, out: pathlib.Path, sizes: SamplerConfig, traffic: Traffic
+) -> Respondent:
+    if config.endpoint:
+        names = config.endpoint, config.model, config.tokenizer
+        return EndpointRespondent(*names, config.sampling, out, traffic)
+    policy = Policy(
+        config.policy,
+        config.dtype,
+        THINKING[config.thinking],
+        sizes,
+        config.rope_scaling,
+        config.rope_factor,
+    )
+    return answering.PolicyRespondent(policy, config.sampling)
+
+
+def _describe(
+    config: EvaluationConfig, respondent: Respondent, benchmarks: Sequence[Benchmark]
+) -> dict[str, Any]:
+    """Return what must be the same when an evaluation resumes."""
+    # Hashes, because a folder of the same name may hold other weights or a corrected data set.
+    description = dataclasses.asdict(config) | {
+        "weights": respondent.fingerprint(),
+        "questions": {benchmark.name: answering.fingerprint(benchmark) for benchmark in benchmarks},
+    }
+    # Files of policies that earlier versions wrote have no such fields.
+    unused = () if config.endpoint else ENDPOINT_FIELDS
+    return {field: value for field, value in description.items() if field not in unused}
+
+
+def _list_left_out(path: pathlib.Path, keys: Sequence[QuestionKey]) -> None:
+    """Write the questions without all replies, and a warning; remove the file if there are none."""
+    if not keys:
+        path.unlink(missing_ok=True)
+        return
+    write_records(path, (dict(zip(KEY_FIELDS, key, strict=True)) for key in keys))
+    log.warning(
+        "%d questions lack a reply and are left out of the means; %s lists them, and the same "
+        "command asks again",
+        *(len(keys), path),
+    )
+
+
+def _load(config: EvaluationConfig, name: str, tokenizer: Tokenizer | None) -> Benchmark:
     folder, limit = registry.find_folder(name, config.data), config.limit or None
-    tokenizer, layout = policy.tokenizer, config.answer_format
+    layout = config.answer_format
     prose = remote.fetch(config.prose) if config.prose else ""
     return registry.load(name, folder, limit, tokenizer, layout, prose)
 
@@ -221,6 +296,7 @@ def _summarize(
     rows: Sequence[Row],
     judge: tuple[str, str] | None,
     columns: protocol.Columns,
+    left_out: Sequence[QuestionKey],
 ) -> dict[str, Any]:
     """Summarize the rows; `judge` has the name of the judge's model and the rule."""
     names, sampling = [benchmark.name for benchmark in benchmarks], config.sampling
@@ -232,6 +308,6 @@ def _summarize(
         **dataclasses.asdict(sampling),
         "titles": {benchmark.name: benchmark.title for benchmark in benchmarks},
         "rows": protocol.summarize(
-            rows, names, config.max_input, sampling.samples, columns, sampling.seed
+            rows, names, config.max_input, sampling.samples, columns, sampling.seed, left_out
         ),
     }

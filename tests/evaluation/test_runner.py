@@ -446,11 +446,18 @@ def test_command_line_evaluates_generated_benchmarks(tmp_path):
 
 
 def test_error_names_wrong_command_line_flags(tmp_path):
-    flag_values = {"policy": None, "workdir": None, "max_input": ["16384"]}
+    flag_values = {"policy": None, "workdir": None, "max_input": ["16384"], "thinking": ""}
+    flag_values |= {"endpoint": "", "model": "", "tokenizer": "", "rope_scaling": ""}
+    api = {"endpoint": "http://host/v1", "model": "m"}
     for changes, message in (
         ({}, "--workdir or --policy"),
         ({"policy": "p", "workdir": "w"}, "--workdir or --policy"),
         ({"policy": "p", "max_input": ["16K"]}, "--max_input"),
+        ({"endpoint": "http://host/v1"}, "--endpoint and --model go together"),
+        ({"policy": "p", "model": "m"}, "--endpoint and --model go together"),
+        (api | {"policy": "p"}, "--policy: has no effect with --endpoint"),
+        (api | {"thinking": "on"}, "--thinking: has no effect with --endpoint"),
+        ({"policy": "p", "tokenizer": "t"}, "--tokenizer: has no effect without --endpoint"),
     ):
         with pytest.raises(app.UsageError, match=message):
             runner.from_flags(SimpleNamespace(**flag_values | changes))

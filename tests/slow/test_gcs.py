@@ -236,6 +236,7 @@ def test_evaluation_of_inputs_in_a_bucket_equals_a_local_one(inputs, tmp_path, m
     noise.use_one_device(monkeypatch)
     for number, top in enumerate(inputs):
         flag_values = dict.fromkeys(("prose", "thinking", "rope_scaling", "policy"), "")
+        flag_values |= dict.fromkeys(("endpoint", "model", "tokenizer"), "")
         flag_values |= {"workdir": top, "data": f"{top}/data", "benchmarks": ["gsm8k"], "limit": 2}
         flag_values |= {"max_input": ["32"], "answer_format": "plain", "dtype": "float32"}
         flag_values |= {"samples": 2, "temperature": 0.7, "top_p": 0.95, "max_tokens": 4, "seed": 0}

@@ -1,0 +1,240 @@
+"""A model at an OpenAI-compatible endpoint that answers benchmark questions, without local weights.
+
+1. A question is one user message, in the words that a local policy gets. With a tokenizer, a prompt
+   over the limit loses its middle; the tokenizer's chat layout counts, as for a policy.
+2. Each sample is a request with its own seed. OUT/replies.jsonl keeps each reply on arrival, so a
+   restart sends only the requests without a reply.
+3. A question with a missing reply has no rows: it is left out of the means, and asked again by a
+   restart. If no reply at all comes to the first requests, the evaluation ends with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import pathlib
+import zlib
+from collections.abc import Iterator, Sequence, Set
+from typing import Any
+
+import jax
+import numpy as np
+
+from spell_jax.evaluation import protocol
+from spell_jax.evaluation.answering import (
+    KEY_FIELDS,
+    EvaluationSampling,
+    QuestionKey,
+    Row,
+    TokenizedQuestion,
+    parse_row,
+)
+from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.runtime import entry
+from spell_jax.runtime.endpoint import ChatReply, ChatRequest, Endpoint, EndpointConfig
+from spell_jax.runtime.jsonl import append_records, read_records
+
+log = logging.getLogger(__name__)
+
+ENDPOINT_KEY = "SPELL_ENDPOINT_KEY"  # an environment variable: configs are written to disk
+REPLIES = "replies.jsonl"
+# Failures without any reply that end an evaluation: a wrong key or name would fail them all.
+_FIRST_FAILURES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Limits of the requests to an endpoint; they change no reply.
+
+    Attributes:
+      workers: limit of concurrent requests, >= 1.
+      requests_per_s: rate limit of all workers together; 0 for none.
+      attempts: requests per sample, >= 1, with a back-off of two minutes by default.
+    """
+
+    workers: int = 16
+    requests_per_s: float = 0.0
+    attempts: int = 8
+
+
+TRAFFIC = Traffic()
+
+
+class EndpointRespondent:
+    """A respondent (answering.Respondent) at an endpoint; only one process may use it."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        tokenizer: str,
+        sampling: EvaluationSampling,
+        out: pathlib.Path,
+        traffic: Traffic,
+    ):
+        """Read the tokenizer of the folder `tokenizer`; "" has none. Nothing is sent yet.
+
+        Raises the errors of EndpointConfig and tokenizer.load, and ValueError with several
+        processes.
+        """
+        if jax.process_count() > 1:
+            raise ValueError(f"endpoint = {url!r}: must be asked by one process, without --hosts")
+        self.tokenizer = tokenizers.load(tokenizer) if tokenizer else None
+        self._layout = _count_layout(self.tokenizer) if self.tokenizer else 0
+        try:
+            self._config = EndpointConfig(
+                url,
+                model,
+                os.environ.get(ENDPOINT_KEY),
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                timeout_s=1800.0,  # long documents, and thoughts of tens of thousands of tokens
+                attempts=traffic.attempts,
+                workers=traffic.workers,
+                requests_per_s=traffic.requests_per_s,
+                key_name=ENDPOINT_KEY,
+            )
+        except ValueError as error:
+            raise ValueError(f"endpoint's {error}") from error
+        self._sampling = sampling
+        self._file = out / REPLIES
+        self._has_reply = False
+
+    def fingerprint(self) -> str:
+        return ""  # nobody outside can know the weights
+
+    def read_questions(
+        self, benchmarks: Sequence[Benchmark], limits: Sequence[int]
+    ) -> list[TokenizedQuestion]:
+        """Tokenize all messages if there is a tokenizer; ValueError if the layout fills a limit."""
+        if self.tokenizer and min(limits) <= self._layout:
+            raise ValueError(
+                f"max_input = {min(limits)}: must leave room for a question beside the "
+                f"{self._layout} tokens of the chat layout"
+            )
+        return [
+            self._read_question(benchmark, item, max(limits))
+            for benchmark in benchmarks
+            for item in benchmark.items
+        ]
+
+    def _read_question(
+        self, benchmark: Benchmark, item: BenchmarkItem, longest: int
+    ) -> TokenizedQuestion:
+        if self.tokenizer is None:
+            return TokenizedQuestion(benchmark, item, np.zeros(0, np.int32), 0)
+        try:
+            ids = np.array(self.tokenizer.encode(item.prompt), np.int32)
+        except ValueError as error:
+            raise ValueError(f"{benchmark.name}: {item.id}: {error}") from error
+        shortened = protocol.truncate(ids, longest - self._layout)
+        return TokenizedQuestion(benchmark, item, shortened, len(ids) + self._layout)
+
+    def answer(
+        self, questions: Sequence[TokenizedQuestion], limit: int, answered_keys: Set[QuestionKey]
+    ) -> Iterator[tuple[QuestionKey, list[Row]]]:
+        """Ask for the missing samples of each question that is not in `answered_keys`.
+
+        Yields like answering.sample_answers, without questions that lack a reply. Raises ValueError
+        if the first requests of this object get no reply.
+        """
+        unanswered = [q for q in questions if q.key(limit) not in answered_keys]
+        rows = self._read_replies()
+        count = range(self._sampling.samples)
+        places = [(q, n) for q in unanswered for n in count if (*q.key(limit), n) not in rows]
+        log.info("max_input %d: %d requests to send", limit, len(places))
+        for question in unanswered:
+            yield from self._finish(question, limit, rows)
+        prompts = {id(question): self._prompt(question, limit) for question in unanswered}
+        requests = [
+            ChatRequest(
+                prompts[id(question)],
+                self._sampling.options(question.benchmark).max_tokens,
+                self._seed(question.key(limit), number),
+            )
+            for question, number in places
+        ]
+        endpoint, failed = Endpoint(self._config), 0
+        for index, reply in endpoint.chat(requests):
+            question, number = places[index]
+            if reply is None:
+                failed += 1
+                self._check_failures(endpoint, failed, len(requests))
+                continue
+            if not self._has_reply:
+                self._has_reply = True
+                entry.setup_done()  # from here on the address, the key and the name are right
+            row = self._make_row(question, limit, number, reply)
+            append_records(self._file, [row])
+            rows[*question.key(limit), number] = row
+            yield from self._finish(question, limit, rows)
+
+    def _read_replies(self) -> dict[tuple[Any, ...], Row]:
+        """Read the rows of replies that earlier starts got: {(*QuestionKey, sample): row}."""
+        if not self._file.exists():
+            return {}
+        lines, _ = read_records(self._file, parse_row)
+        return {(*key, row["sample"]): row for key, row in lines}
+
+    def _finish(
+        self, question: TokenizedQuestion, limit: int, rows: dict[tuple[Any, ...], Row]
+    ) -> Iterator[tuple[QuestionKey, list[Row]]]:
+        """Yield the rows of a question once it has all its replies."""
+        key = question.key(limit)
+        samples = [rows.get((*key, number)) for number in range(self._sampling.samples)]
+        complete = [row for row in samples if row is not None]
+        if len(complete) == len(samples):
+            yield key, complete
+
+    def _check_failures(self, endpoint: Endpoint, failed: int, requests: int) -> None:
+        if not self._has_reply and failed >= min(_FIRST_FAILURES, requests):
+            raise ValueError(
+                f"endpoint = {self._config.url!r}: no reply of {self._config.model!r} to the first "
+                f"{failed} requests {endpoint.last_failure}"
+            )
+
+    def _prompt(self, question: TokenizedQuestion, limit: int) -> str:
+        """Return the message of a question, cut to a limit."""
+        if self.tokenizer is None or question.length <= limit:
+            return question.item.prompt
+        shortened = protocol.truncate(question.ids, limit - self._layout)
+        return self.tokenizer.decode(shortened.tolist())
+
+    def _seed(self, key: QuestionKey, number: int) -> int:
+        """Return the seed of a sample: different for all samples of a question."""
+        limit, *names = key
+        text = "/".join(map(str, (self._sampling.seed, limit, *names)))
+        # 31 bits, because some servers read signed 32-bit numbers.
+        return (zlib.crc32(text.encode()) + number) % 2**31
+
+    def _make_row(
+        self, question: TokenizedQuestion, limit: int, number: int, reply: ChatReply
+    ) -> Row:
+        tokens_in, tokens_out = reply.prompt_tokens, reply.tokens
+        if self.tokenizer:  # counts of servers that tell none
+            if tokens_in is None:
+                tokens_in = min(question.length, limit)
+            if tokens_out is None:
+                tokens_out = self.tokenizer.count(reply.text)
+        return dict(zip(KEY_FIELDS, question.key(limit), strict=True)) | {
+            "tokens_in": tokens_in,
+            "truncated": self.tokenizer is not None and question.length > limit,
+            "sample": number,
+            "text": reply.text,
+            "tokens_out": tokens_out,
+            "stopped": not reply.is_cut_off,
+        }
+
+    def release(self) -> None:
+        """Do nothing: there are no weights."""
+
+
+def _count_layout(tokenizer: Tokenizer) -> int:
+    """Count the tokens that the chat layout adds to a message; 0 without a layout."""
+    try:
+        return len(tokenizer.chat("a")) - len(tokenizer.encode("a"))
+    except ValueError:
+        return 0
