@@ -72,6 +72,7 @@ NO_READERS = {
     ),
     # Functions of benchmarks that read files, make questions, ask and average.
     *("evaluation.answering", "evaluation.generation", "evaluation.runner"),
+    "evaluation.endpoint_respondent",
     *("evaluation.harness", "evaluation.harness_model", "evaluation.loglikelihood"),
     "algorithms.questions",
     *("algorithms.base", "algorithms.rollout", "algorithms.registry", "algorithms.algorithm"),
@@ -128,7 +129,7 @@ NO_READERS = {
 # Readers of files and replies, with a test of their own below.
 ELSEWHERE = {
     "judge.Judge.judge",
-    "judge.Endpoint.reply",
+    *("endpoint.Endpoint.reply", "endpoint.Endpoint.chat"),
     "short.score_math",  # in test_short.py: a process for each text is too slow here
     "memory.QuestionMemory.load_state_dict",
 }
@@ -313,20 +314,22 @@ def public_functions() -> Iterator[str]:
 
     They are "module.function" and "module.Class.method".
     """
-    for package in (selfplay, warm_start, evaluation, algorithms):
-        for module_info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            label = short_name(module_info.name)
-            if module_info.ispkg or f"{module_info.name.split('.')[1]}.{label}" in NO_READERS:
+    packages = (selfplay, warm_start, evaluation, algorithms)
+    infos = [i for p in packages for i in pkgutil.walk_packages(p.__path__, f"{p.__name__}.")]
+    # The only module of its room that reads what a server writes.
+    for module_name in [*(i.name for i in infos if not i.ispkg), "spell_jax.runtime.endpoint"]:
+        label = short_name(module_name)
+        if f"{module_name.split('.')[1]}.{label}" in NO_READERS:
+            continue
+        module = importlib.import_module(module_name)
+        for name, value in vars(module).items():
+            if name.startswith("_") or getattr(value, "__module__", "") != module.__name__:
                 continue
-            module = importlib.import_module(module_info.name)
-            for name, value in vars(module).items():
-                if name.startswith("_") or getattr(value, "__module__", "") != module.__name__:
-                    continue
-                if inspect.isfunction(value):
-                    yield f"{label}.{name}"
-                elif inspect.isclass(value):
-                    methods = (key for key, f in vars(value).items() if inspect.isfunction(f))
-                    yield from (f"{label}.{name}.{m}" for m in methods if m[0] != "_")
+            if inspect.isfunction(value):
+                yield f"{label}.{name}"
+            elif inspect.isclass(value):
+                methods = (key for key, f in vars(value).items() if inspect.isfunction(f))
+                yield from (f"{label}.{name}.{m}" for m in methods if m[0] != "_")
 
 
 def test_every_public_reader_is_covered() -> None:
