@@ -102,8 +102,9 @@ def main(_) -> None:
     folder = flag_values.workdir or flag_values.policy or ""
     name = flag_values.name or config.model or pathlib.Path(folder).resolve().name
     columns = registry.COLUMN_CHOICES[flag_values.columns]
-    rule, traffic = flag_values.rule, Traffic(flag_values.endpoint_workers, flag_values.endpoint_rate)
-    runner.evaluate(config, out, name, judge, sizes, flag_values.compare, columns, rule, traffic)
+    traffic = Traffic(flag_values.endpoint_workers, flag_values.endpoint_rate)
+    table = flag_values.compare, columns
+    runner.evaluate(config, out, name, judge, sizes, *table, flag_values.rule, traffic)
     if jax.process_index() == 0:
         print((out / runner.TABLE).read_text(), end="")
 

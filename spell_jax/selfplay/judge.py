@@ -16,6 +16,7 @@ import os
 import pathlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.jsonl import append_records, read_records

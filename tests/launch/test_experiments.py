@@ -261,7 +261,8 @@ def test_verifier_without_majority_voting_votes_once_and_is_not_trained():
     algorithm = build(SpellConfig, config.algorithm, "algorithm")
     (verdicts,) = (budget for budget in algorithm.budgets() if budget.role == "verifier")
     assert (verdicts.replies, verdicts.trained) == (1, 0)
-    assert algorithm == SpellConfig(extract="paper", verifier_group_size=1, train_verifier=False)
+    full = build(SpellConfig, paper.get_config().algorithm, "algorithm")
+    assert algorithm == dataclasses.replace(full, verifier_group_size=1, train_verifier=False)
 
 
 def test_epochs_of_the_baselines_are_on_the_page():
