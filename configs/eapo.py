@@ -91,9 +91,11 @@ def get_config(model: str = "qwen3-14b") -> Config:
     # Room for 24 of the longest prompts with six full answers each. A smaller pool stalls decoding.
     config.sampler.update(prefill_tokens=16_384, kv_cache_tokens=4_194_304)
     config.sampler.samples_per_prompt_batch = 6  # the paper's group size G
-    # A token has its own ratio. Eq. 1 as printed has one ratio for an answer: ratio="sequence",
-    # aggregation="sequence_mean", dual_clip=0. The second mini-batch of a step is off-policy, so
-    # its ratios need the logprobs of the weights before the step.
+    # Eq. 1 as printed: the ratio of a whole answer (a product over its tokens), the mean over a
+    # group's G answers, no dual clip. configs/eapo_code.py has the public framework's loss.
+    config.loss.update(ratio="sequence", aggregation="sequence_mean", dual_clip=0.0)
+    # The second mini-batch of a step is off-policy, so its ratios need the logprobs of the weights
+    # before the step.
     config.loss.update(old_logprobs="recompute", clip_high=0.28)
     config.packing.token_budget = 131_072  # one row: the longest prompt with one full answer
     config.mesh.context = 8  # a row is too long for the memory of one device

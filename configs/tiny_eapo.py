@@ -39,7 +39,8 @@ def get_config() -> Config:
     config.sampler.update(temperature=1.0, top_p=1.0, max_tokens=96)
     config.sampler.update(samples_per_prompt_batch=4, slots=96)
     config.optimizer.learning_rate = 3e-4
-    # As in configs/eapo.py: the second of the two mini-batches is off-policy.
+    # As in configs/eapo.py: Eq. 1, and the second of the two mini-batches is off-policy.
+    config.loss.update(ratio="sequence", aggregation="sequence_mean", dual_clip=0.0)
     config.loss.update(old_logprobs="recompute", clip_high=0.28)
     config.packing.update(buckets=((416, 352),), token_budget=4992)
     return config

@@ -12,6 +12,7 @@ import json
 import pathlib
 import shutil
 import zlib
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -259,7 +260,14 @@ def give_evidence_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
             return None
         return tuple(1 + _sum(f"{text} {place}") % 5 for place in range(count))
 
-    fakes = {"parse_answer": parse_answer, "parse_scores": parse_scores}
+    def find_scores(text: str, scores: Sequence[int]) -> tuple[int, ...]:
+        return tuple(min(place, len(text) - 1) for place in range(len(scores)))
+
+    fakes = {
+        "parse_answer": parse_answer,
+        "parse_scores": parse_scores,
+        "find_scores": find_scores,
+    }
     monkeypatch.setattr(eapo, "evidence", SimpleNamespace(**vars(evidence) | fakes))
     fakes = {
         "extract_answer": lambda text, task, *_: text[-1:],

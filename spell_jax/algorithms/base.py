@@ -6,6 +6,7 @@ it: `groups`, `metrics` and `record` are functions of their arguments.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -72,6 +73,8 @@ class Reply:
         thought if the chat layout wrote one into the prompt.
       scored_truncated: whether answers that the token cap cut off are scored by their text.
       dropped: texts of answers that are left out because the token cap cut them off.
+      decode: the model's function from token ids to text; None only where no algorithm asks
+        `token_at`.
     """
 
     prompt: Sequence[int]
@@ -79,6 +82,7 @@ class Reply:
     texts: Sequence[str]
     scored_truncated: bool = True
     dropped: Sequence[str] = ()
+    decode: Callable[[Sequence[int]], str] | None = None
 
     @property
     def scored_texts(self) -> Sequence[str]:
@@ -88,13 +92,26 @@ class Reply:
         pairs = zip(self.texts, self.samples, strict=True)
         return [text if sample.stopped else "" for text, sample in pairs]
 
+    def token_at(self, answer: int, place: int) -> int:
+        """Return the index of the token that writes character `place` of the text of an answer."""
+        assert self.decode is not None
+        decode, tokens = self.decode, self.samples[answer].content
+        # The prompt may have written the start of the text.
+        place -= len(self.texts[answer]) - len(decode(tokens))
+        ends = range(1, len(tokens) + 1)  # the first token with a later end writes the character
+        return bisect.bisect_right(ends, place, key=lambda end: len(decode(tokens[:end])))
+
     def group(self, advantages: Iterable[float], name: str, model: str = "policy") -> TrainGroup:
         """Return a training group for `model`: one advantage per answer [G], counted by name."""
         return TrainGroup(self.prompt, self.samples, [float(a) for a in advantages], name, model)
 
 
 def make_reply(
-    prompt: Sequence[int], samples: Sequence[Sample], texts: Sequence[str], truncated: str
+    prompt: Sequence[int],
+    samples: Sequence[Sample],
+    texts: Sequence[str],
+    truncated: str,
+    decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Reply | None:
     """Make the reply to a prompt; None if algorithm.truncated = "drop" leaves no sample."""
     kept_indices = [i for i, sample in enumerate(samples) if sample.stopped or truncated != "drop"]
@@ -106,6 +123,7 @@ def make_reply(
         [texts[i] for i in kept_indices],
         scored_truncated=truncated == "score",
         dropped=[text for i, text in enumerate(texts) if i not in kept_indices],
+        decode=decode,
     )
 
 

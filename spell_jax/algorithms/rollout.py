@@ -200,7 +200,7 @@ class RolloutWorker:
                 thought = tokenizer.open_thought(call.prompts[place])
                 texts = [thought + tokenizer.decode(sample.content) for sample in samples]
                 call.replies[place] = make_reply(
-                    call.prompt_ids[place], samples, texts, self._truncated
+                    call.prompt_ids[place], samples, texts, self._truncated, tokenizer.decode
                 )
                 if call.replies[place] is None:
                     call.replies.dropped[place] = tuple(texts)

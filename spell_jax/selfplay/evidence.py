@@ -28,6 +28,8 @@ MOST_QUOTES = 256  # quotes looked up per answer; text after them counts as inve
 # that a long reply that does not match takes linear time.
 _LABELED = re.compile(r"([0-9]{1,4}) ++([0-9])(?:\s++|\Z)")
 _LABELED_LINES = re.compile(rf"(?:{_LABELED.pattern})++")
+_SCORE_LIST = re.compile(r'"scores"\s*+:\s*+\[([^\[\]]*+)\]')
+_DIGITS = re.compile(r"[0-9]++")
 _NUMBER = re.compile(r"\s*+\[([0-9]{1,4})\]")
 _BULLET = re.compile(r"(?:[-*•]|[0-9]{1,3}[.)])\s+")
 _ELLIPSIS = re.compile(r"\.\.\.|…")
@@ -152,6 +154,24 @@ def _judgment(visible: str) -> dict[str, Any]:
         return find_record(visible) or {}
     except RecursionError:  # JSON nested more than braces.DEEPEST levels deep
         return {}
+
+
+def find_scores(text: str, scores: Sequence[int]) -> tuple[int, ...]:
+    """Return the place in `text` of each of the scores that `parse_scores` read from it.
+
+    Each score is one digit. Empty if no list of them is found, because the JSON escapes its key.
+    """
+    head, closed, visible = text.rpartition("</think>")
+    start = len(head + closed)
+    if _LABELED_LINES.fullmatch(visible.strip()):
+        return tuple(match.start(2) for match in _LABELED.finditer(text, start))
+    digits = [*map(str, scores)]
+    # The last list counts, as in find_record: an earlier list may be a draft.
+    for score_list in reversed([*_SCORE_LIST.finditer(text, start)]):
+        numbers = [*_DIGITS.finditer(text, *score_list.span(1))]
+        if [number[0] for number in numbers] == digits:
+            return tuple(number.start() for number in numbers)
+    return ()
 
 
 def pairs_in_order(truth: Sequence[float], scores: Sequence[int]) -> list[float]:

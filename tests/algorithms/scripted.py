@@ -120,10 +120,16 @@ class ScriptedModels:
         for text in written_texts:
             tokens = np.array(list(text.encode()) or [0], np.int32)
             is_whole = CUT not in text
-            samples.append(Sample(tokens, np.full(len(tokens), -1.0, np.float32), is_whole))
+            logprobs = np.full(len(tokens), -1.0, np.float32)
+            # As after a stop string, so that the last byte counts as text, not as a stop token.
+            samples.append(Sample(tokens, logprobs, is_whole, "\0" if is_whole else ""))
         return tuple(written_texts), make_reply(
-            list(prompt.encode()), samples, written_texts, self._truncated
+            list(prompt.encode()), samples, written_texts, self._truncated, _decode
         )
+
+
+def _decode(ids: Sequence[int]) -> str:
+    return bytes(map(int, ids)).decode(errors="replace")
 
 
 def roll_out(algorithm: Algorithm, ask: AskModels, step: int, seed: int = 0) -> list[Any]:

@@ -50,7 +50,8 @@ def has_algorithm(name: str) -> bool:
     return "algorithm" in load(name)[1]
 
 
-PAPERS = {"paper", "paper_code", "eapo", "reconstruction", "qwenlong", "longpo", "solopo", "rlvr"}
+PAPERS = {"paper", "paper_code", "eapo", "eapo_code", "reconstruction", "qwenlong", "longpo"}
+PAPERS |= {"solopo", "rlvr"}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if has_algorithm(name)])
@@ -291,6 +292,20 @@ def test_eapo_policies_have_the_papers_lengths(name, read_flags, tmp_path):
     assert config.reward_model.rope_scaling == ""
     noise.give_data(config, tmp_path)
     read(config)
+
+
+def test_eapo_has_the_printed_loss_and_eapo_code_the_frameworks():
+    printed, framework = load("eapo")[1], load("eapo_code")[1]
+    for config, fields in (
+        (printed, ("sequence", "sequence_mean", 0.0)),
+        (load("tiny_eapo")[1], ("sequence", "sequence_mean", 0.0)),
+        (framework, ("token", "token_mean", 3.0)),
+    ):
+        loss = config.loss
+        assert (loss.ratio, loss.aggregation, loss.dual_clip) == fields
+        assert (loss.clip_low, loss.clip_high, loss.old_logprobs) == (0.2, 0.28, "recompute")
+    framework.loss = printed.loss
+    assert framework.to_dict() == printed.to_dict()
 
 
 def test_unknown_eapo_policy_is_rejected(read_flags):

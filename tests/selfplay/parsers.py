@@ -183,6 +183,7 @@ def _other_parsers() -> dict[Callable[..., Any], Parser]:
         ),
         evidence.parse_scores: lambda t: evidence.parse_scores(t, 3),
         evidence.parse_best_choice: lambda t: evidence.parse_best_choice(t, 3),
+        evidence.find_scores: lambda t: evidence.find_scores(t, (4, 2, 5)),
         evidence.searchable: lambda t: evidence.searchable([t]),
         evidence.verbatim_share: lambda t: evidence.verbatim_share(t, documents),
         evidence.precision_and_recall: lambda t: evidence.precision_and_recall(t, facts),

@@ -157,6 +157,15 @@ def test_judges_of_evidence_and_reasoning_have_the_papers_scales():
 )
 def test_valid_scores_are_parsed(text):
     assert parse_scores(text, 3) == (4, 2, 5)
+    places = evidence.find_scores(text, (4, 2, 5))
+    assert "".join(text[place] for place in places) == "425"
+    assert min(places) >= text.rindex("4")  # drafts and thoughts come before
+
+
+def test_scores_with_an_escaped_key_are_not_located():
+    text = r'{"\u0073cores": [4, 2]}'
+    assert parse_scores(text, 2) == (4, 2) and evidence.find_scores(text, (4, 2)) == ()
+    assert evidence.find_scores('{"scores": [4, 2]}', (4, 3)) == ()
 
 
 @pytest.mark.parametrize(

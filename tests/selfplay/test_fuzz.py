@@ -203,6 +203,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "evidence.with_answer_phrase": _is_text,
     "evidence.parse_scores": _are_scores,
     "evidence.parse_best_choice": lambda index: index in (None, 0, 1, 2),
+    "evidence.find_scores": lambda places: sorted(places) == list(places),
     "evidence.answer_section": _is_text_or_none,
     "evidence.find_quotes": _are_texts,
     "eapo_evaluation.measure_answer": lambda numbers: all(map(_is_share, numbers.values())),

@@ -46,7 +46,6 @@ def config(tmp_path_factory) -> Iterator[Any]:
         "algorithm.questions": 8,
         "algorithm.group_size": 3,
         "algorithm.refresh_every": REFRESH,
-        "algorithm.agreeing_share": 0.3,
         "sampler.max_prompt": 128,
         "sampler.kv_cache_tokens": 4096,
         "sampler.slots": 16,

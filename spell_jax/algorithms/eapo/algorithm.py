@@ -8,14 +8,16 @@
 3. reward: .1 format + .3 evidence (its score relative to the group's) + .6 outcome, by the task's
    rule or an external judge.
 4. collect (co-evolving): every `refresh_every` steps the reward model is trained, with advantage 1,
-   on the scorings that the outcomes confirm: no score of 4 or more for a wrong answer, none of 2 or
-   less for a right one.
+   on the scores that the outcomes confirm: 4 or 5 for a right answer, 1 or 2 for a wrong one.
 
-Parts 1 and 2 are coroutines that run concurrently for all questions of a step. Eq. 3 has one
-evidence set o and one target y per example, but a reply scores all answers of a group. Kept or
-dropped is therefore a whole reply as it was sampled (rejection fine-tuning): the target is the
-model's own text, and the contrast between answers stays in its prompt. `agreeing_share` limits the
-neutral scores of 3 in a kept reply; otherwise the model would learn to give only those.
+Parts 1 and 2 are coroutines that run concurrently for all questions of a step.
+
+Section 3.3 keeps trajectories: an example of Eq. 3 is one evidence set o with one target y. The
+reward model reads o among the sets of its group, and one reply scores them all. A training row is
+therefore a reply as it was sampled, which needs one confirmed score or more. The loss is over the
+tokens of the confirmed scores alone, given the prompt, the thoughts and the scores before. Scores
+that an outcome contradicts, neutral scores of 3, and thoughts, which are about all sets together,
+stay as context. In an update every kept trajectory has the same weight.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import evidence
 from spell_jax.selfplay.rouge import rouge_l_recall
 
-HIGH, LOW = 4, 2  # scores that predict a right, or a wrong, answer (section 3.3)
+# Scores from HIGH on predict a right answer, scores up to LOW a wrong one. Section 3.3 says "high"
+# and "low" without numbers; 3 is the middle of the rubric (Appendix E) and predicts neither.
+HIGH, LOW = 4, 2
 RETRY_TEMPERATURE = 1.0  # after a greedy reply, which would be the same again
 
 
@@ -140,18 +144,20 @@ class Eapo:
             e,
             evidence=tuple(rewards),
             scores=tuple(evidence.total_reward(f, r or 0.0, o, weights) for f, r, o in parts),
-            consistent=is_consistent(
-                e.scored(), self.config.agreeing_share, self.config.contrast_only
-            ),
+            consistent=tuple(is_consistent(score, outcome) for score, outcome in e.scored()),
         )
 
-    # 4. Scorings to train the reward model on.
+    # 4. Trajectories to train the reward model on.
 
     def collect(self, episodes: Sequence[EapoEpisode], step: int) -> list[EapoEpisode]:
-        """Keep the consistent scorings; at a refresh, move them all to the last episode."""
+        """Keep replies with consistent scores; at a refresh, move them all to the last episode."""
         if not self.trained:
             return list(episodes)
-        self._scorings += [Scoring.of(e.scoring) for e in episodes if e.consistent and e.scoring]
+        for e in episodes:
+            if e.scoring and e.evidence_scores and any(e.consistent):
+                places = evidence.find_scores(e.scoring.texts[0], e.evidence_scores)
+                scoring = Scoring.of(e.scoring, places, e.consistent)
+                self._scorings += [scoring] if scoring.confirmed else []
         # The oldest scorings judge answers of the oldest policy. A bound is needed, because
         # checkpoints contain the scorings: tens of MB at real lengths (estimated).
         self._scorings = self._scorings[-self.config.most_rollouts :]
@@ -191,31 +197,24 @@ class Eapo:
 
     def state_dict(self) -> dict[str, Any]:
         scorings = [
-            {"prompt": [*scoring.prompt], "answer": [*scoring.answer]} for scoring in self._scorings
+            {name: [*ids] for name, ids in dataclasses.asdict(scoring).items()}
+            for scoring in self._scorings
         ]
         return {"stream": self._stream.state_dict(), "kept": scorings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        fields = {field.name for field in dataclasses.fields(Scoring)}
+        if missing := sorted(set().union(*(fields - scoring.keys() for scoring in state["kept"]))):
+            raise ValueError(
+                f"EAPO state: {missing} missing in kept scorings, so another version of this "
+                "program wrote it; start a new run"
+            )
         self._stream.load_state_dict(state["stream"])
         self._scorings = [
-            Scoring(tuple(scoring["prompt"]), tuple(scoring["answer"])) for scoring in state["kept"]
+            Scoring(**{name: tuple(scoring[name]) for name in fields}) for scoring in state["kept"]
         ]
 
 
-def is_consistent(
-    scored: Sequence[tuple[int, float]], least: float, contrast_only: bool = False
-) -> bool:
-    """Return whether the outcomes confirm a scoring (section 3.3).
-
-    A score of 4 or 5 predicts a right answer (outcome 1), a score of 1 or 2 a wrong one. No outcome
-    may contradict its score, and at least the share `least` of the scores must be confirmed. With
-    `contrast_only`, the outcomes must differ.
-    """
-    if contrast_only and len({o == 1 for _, o in scored}) < 2:
-        return False
-    # Eq. 3 is about one evidence set, a reply about a whole group. Our choice: the reply is kept or
-    # dropped whole (docs/algorithms.md, "Training rows of the reward model").
-    agreeing = sum((s >= HIGH and o == 1) or (s <= LOW and o == 0) for s, o in scored)
-    neutral = sum(LOW < s < HIGH for s, _ in scored)
-    is_whole = agreeing + neutral == len(scored)
-    return bool(scored) and is_whole and agreeing >= least * len(scored)
+def is_consistent(score: int, outcome: float) -> bool:
+    """Return whether the outcome of an answer, 0 to 1, confirms its score (section 3.3)."""
+    return (score >= HIGH and outcome == 1) or (score <= LOW and outcome == 0)

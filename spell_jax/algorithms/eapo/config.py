@@ -29,13 +29,11 @@ class EapoConfig(AlgorithmConfig):
         rewards as with "none", but evidence is scored for the metrics (the control's curve in
         Figure 6).
       refresh_every: steps between two refreshes of a co-evolving reward model.
-      agreeing_share: smallest share of scores in a kept scoring that the outcomes confirm. The
-        remaining scores are 3, because no score may contradict an outcome.
-      contrast_only: whether a scoring is kept only if a right and a wrong answer are among those
-        scored. A scoring of right answers alone teaches high scores, whatever the evidence.
-      most_rollouts: most scorings kept for a refresh; the oldest are dropped first.
-      scoring_temperature: sampling temperature of the reward model; 0: greedy. The fine-tuning on
-        its kept replies needs replies that differ: a model is already sure of its greedy ones.
+      most_rollouts: most scorings kept for a refresh, each with the confirmed scores of a group;
+        the oldest are dropped first.
+      scoring_temperature: sampling temperature of the reward model; 0: greedy. Rejection
+        fine-tuning (section 3.3) selects among replies that differ: to imitate greedy replies, of
+        which a model is sure, changes nothing (launch/experiments/notebooks/eapo_tiny.md).
       retries: further calls to the reward model after a malformed reply.
       divide_by_deviation: whether advantages are divided by their group's deviation (Eq. 1).
       keep_equal: whether groups of equal rewards are trained on too (Eq. 1 leaves none out:
@@ -51,10 +49,8 @@ class EapoConfig(AlgorithmConfig):
     outcome_weight: float = 0.6
     reward_model: str = "co_evolving"
     refresh_every: int = 20
-    agreeing_share: float = 0.5
-    contrast_only: bool = False
     most_rollouts: int = 1280
-    scoring_temperature: float = 0.0
+    scoring_temperature: float = 1.0
     # The paper does not say what happens after a malformed reply (docs/algorithms.md, EAPO).
     retries: int = 1
     divide_by_deviation: bool = True
@@ -66,11 +62,6 @@ class EapoConfig(AlgorithmConfig):
         check_least(self, "algorithm.", questions=1, group_size=2, refresh_every=1, most_rollouts=1)
         check_least(self, "algorithm.", format_weight=0, evidence_weight=0, outcome_weight=0)
         check_least(self, "algorithm.", scoring_temperature=0, retries=0)
-        # A share of 0 would keep replies that score everything 3, and teach the model to do so.
-        if not 0 < self.agreeing_share <= 1:
-            raise ValueError(
-                f"algorithm.agreeing_share = {self.agreeing_share}: must be above 0 and at most 1"
-            )
 
     def budgets(self) -> list[RolloutBudget]:
         answers = RolloutBudget(

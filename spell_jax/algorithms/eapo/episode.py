@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,22 +20,41 @@ from spell_jax.selfplay.prompts import Prompts
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """Token ids [P], [S] of a kept reply of the reward model, which a refresh trains it on."""
+    """A reply of the reward model with its confirmed scores, which a refresh trains it on.
+
+    Attributes:
+      prompt: token ids [P].
+      answer: token ids [S].
+      confirmed: indices in `answer` of the tokens of the confirmed scores, ascending.
+    """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    confirmed: tuple[int, ...]
 
     @classmethod
-    def of(cls, reply: Reply) -> Scoring:
+    def of(cls, reply: Reply, places: Sequence[int], consistent: Sequence[bool]) -> Scoring:
+        """Make the scoring of a reply from the places of its scores in the text."""
         (sample,) = reply.samples
-        prompt, answer = map(int, reply.prompt), map(int, sample.tokens)
-        return cls(tuple(prompt), tuple(answer))
+        at = [reply.token_at(0, place) for place in places]
+        flags = consistent[: len(at)]
+        # A token of several scores is trained only if all of them are confirmed.
+        rejected = {token for token, flag in zip(at, flags, strict=True) if not flag}
+        confirmed = sorted({*at} - rejected)
+        return cls(tuple(map(int, reply.prompt)), tuple(map(int, sample.tokens)), tuple(confirmed))
 
     def group(self) -> TrainGroup:
-        """Return a supervised training group of the reward model: advantage 1, no old logprobs."""
+        """Return a supervised training group of the reward model, without old logprobs.
+
+        The advantage is 1 at the confirmed scores and 0 at all other tokens.
+        """
         # Tokens alone: logprobs would be of weights that are up to `refresh_every` steps old.
         sample = Sample(np.array(self.answer, np.int32))
-        return TrainGroup(self.prompt, [sample], [1.0], REWARD_MODEL, REWARD_MODEL)
+        terms = np.full(len(self.answer), -1.0, np.float32)
+        terms[list(self.confirmed)] = 0.0
+        return TrainGroup(
+            self.prompt, [sample], [1.0], REWARD_MODEL, REWARD_MODEL, token_advantages=[terms]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +70,8 @@ class EapoEpisode(QuestionEpisode):
       scoring: the reward model's last reply; None without one, or if its prompt was over the cap.
       evidence_scores: its scores of the well-formed answers; None if it was not asked or failed.
       evidence: evidence rewards [G].
-      consistent: whether the outcomes confirm the scoring, so that it may be trained on.
+      consistent: whether the outcome confirms the score, of each well-formed answer; empty if there
+        are no scores.
       refresh: scorings to train the reward model on in this step; its last episode holds them all.
     """
 
@@ -63,7 +84,7 @@ class EapoEpisode(QuestionEpisode):
     scoring: Reply | None = None
     evidence_scores: tuple[int, ...] | None = None
     evidence: tuple[float | None, ...] = ()
-    consistent: bool = False
+    consistent: tuple[bool, ...] = ()
     refresh: tuple[Scoring, ...] = ()
 
     def count_unparsed(self, metrics: Metrics) -> None:
@@ -103,7 +124,7 @@ class EapoEpisode(QuestionEpisode):
 
 def make_record(e: EapoEpisode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
     """Return an episode as a line of the run's files; see SPELL's record."""
-    scores = iter(e.evidence_scores or ())
+    scores, consistent = iter(e.evidence_scores or ()), iter(e.consistent)
     # Placeholders stand for the documents, which the writer stores once for each cluster.
     texts = [f"{{documents[{i}]}}" for i in range(len(e.cluster.documents))]
     return {
@@ -128,6 +149,7 @@ def make_record(e: EapoEpisode, annotation: Annotation, prompts: Prompts) -> dic
         "measures": {
             "well_formed": [answer is not None for answer in e.answers],
             "evidence_score": [a and next(scores, None) for a in e.answers],
+            "consistent": [None if a is None else next(consistent, None) for a in e.answers],
             "evidence_reward": list(e.evidence),
             "verbatim": list(e.verbatim),
             "evidence_precision": [pair and pair[0] for pair in e.supported],
@@ -136,7 +158,6 @@ def make_record(e: EapoEpisode, annotation: Annotation, prompts: Prompts) -> dic
         },
         "evidence_scores": None if e.evidence_scores is None else list(e.evidence_scores),
         "scoring": e.scoring.texts[0] if e.scoring else None,
-        "consistent": e.consistent,
     }
 
 
@@ -174,7 +195,8 @@ def count_episode(metrics: Metrics, e: EapoEpisode, suffix: str) -> None:
     if e.scoring_calls:
         metrics.add(f"scoring_failed{suffix}", e.evidence_scores is None)
         metrics.add(f"scoring_retried{suffix}", e.scoring_calls > 1)
-        metrics.add(f"scoring_consistent{suffix}", e.consistent)
+    for is_consistent in e.consistent:
+        metrics.add(f"scoring_consistent{suffix}", is_consistent)
     for score, outcome in e.scored():
         metrics.add(f"evidence_score{suffix}", score)
         kind = "right" if outcome == 1 else "wrong"

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 from etils import epath
 
-from spell_jax.algorithms.base import AlgorithmContext, records
+from spell_jax.algorithms.base import AlgorithmContext, Reply, records
 from spell_jax.algorithms.eapo.algorithm import Eapo, is_consistent
 from spell_jax.algorithms.eapo.config import EapoConfig
-from spell_jax.algorithms.eapo.episode import EapoEpisode
+from spell_jax.algorithms.eapo.episode import EapoEpisode, Scoring
 from spell_jax.data.clusters import TASKS, Cluster, in_memory
 from spell_jax.data.questions import Question
+from spell_jax.data.samples import Sample
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.advantages import group_advantages
+from spell_jax.learner.packing import TrainGroup
 from spell_jax.reporting import episodes as report_episodes
 from spell_jax.runtime.episodes import EpisodeWriter
 from spell_jax.selfplay.evidence import StructuredAnswer, write_answer
@@ -124,7 +126,7 @@ def test_policy_gets_questions_and_reward_model_gets_evidence():
     assert (first.role, first.model, first.group) == ("responder", "policy", 4)
     assert first.prompts == ("d0.0 text\nd0.1 text\nQ00 what?\nquote",)
     assert (second.role, second.model, second.group) == ("reward_model", "reward_model", 1)
-    assert second.temperature == 0.0
+    assert second.temperature == 1.0
     question_line = "Q00 what?\n"
     sets = "".join(f"{i}\n{question_line}d0.0 text\nset {n}\n" for i, n in enumerate((0, 1, 3), 1))
     assert second.prompts == (f"{sets}{question_line}scores",)  # of the well-formed siblings only
@@ -142,7 +144,6 @@ def test_policy_gets_questions_and_reward_model_gets_evidence():
 
 def test_malformed_scoring_is_retried_then_neutral():
     algorithm, models, episode = run_question(scorings=("what?", "1 5\n2 1\n3 3"))
-    assert [call.temperature for call in models.calls[1:]] == [0.0, 1.0]
     assert episode.evidence_scores == (5, 1, 3) and episode.scoring_calls == 2
     means = algorithm.metrics([episode]).means()
     assert (means["scoring_retried"], means["scoring_failed"]) == (1, 0)
@@ -151,7 +152,9 @@ def test_malformed_scoring_is_retried_then_neutral():
     assert episode.evidence == (0.5, 0.5, None, 0.5)
     assert episode.scores == pytest.approx([0.85, 0.25, 0.0, 0.85])
     assert algorithm.metrics([episode]).means()["scoring_failed"] == 1
-    assert not episode.consistent
+    assert episode.consistent == ()
+    _, models, _ = run_question(scorings=("what?",), scoring_temperature=0.0)
+    assert [call.temperature for call in models.calls[1:]] == [0.0, 1.0]
     _, models, _ = run_question(scorings=("what?",), retries=3, scoring_temperature=0.7)
     assert [call.temperature for call in models.calls[1:]] == [0.7] * 4
     _, models, _ = run_question(scorings=("what?",), retries=0)
@@ -264,7 +267,7 @@ def test_reward_model_setting_selects_the_models(how, models, trained):
     roles = [(group.name, group.model) for group in to_groups(algorithm, [episode])]
     learned = [("reward_model", "reward_model")] if trained else []
     assert roles == [("responder", "policy"), *learned]
-    assert episode.consistent == bool(models)
+    assert episode.consistent == ((True, True) if models else ())
     assert len(algorithm.state_dict()["kept"]) == 0
     means = algorithm.metrics([episode]).means()
     if how in ("logged", "none"):  # by the outcome only; its weight is .6 + .3
@@ -381,42 +384,71 @@ def test_groups_with_equal_rewards_are_not_trained_on():
 # ------------------------------------------------------------------------------------ Co-evolution
 
 
-def by_hand(scored: Sequence[tuple[int, float]], least: float) -> bool:
-    """Return whether the scoring of a group is kept."""
-    says = {1: 0, 2: 0, 3: None, 4: 1, 5: 1}
-    verdicts = [None if says[s] is None else says[s] == o for s, o in scored]
-    if not verdicts or False in verdicts:
-        return False
-    return Fraction(verdicts.count(True), len(verdicts)) >= Fraction(least)
+def test_consistency_of_every_score_and_outcome():
+    confirmed = {(s, o) for s in range(1, 6) for o in (0.0, 0.5, 1.0) if is_consistent(s, o)}
+    assert confirmed == {(1, 0.0), (2, 0.0), (4, 1.0), (5, 1.0)}
 
 
-def test_consistency_matches_brute_force():
-    consistent_count = 0
-    for size in range(5):
-        pairs = itertools.product(range(1, 6), (0.0, 1.0))
-        for scored in itertools.product(list(pairs), repeat=size):
-            for least in (0.25, 0.5, 1.0):
-                consistency = is_consistent(scored, least)
-                assert consistency == by_hand(scored, least), (scored, least)
-                consistent_count += consistency
-    assert consistent_count > 1000
+def trained_text(group: TrainGroup) -> str:
+    """Return the answer of a scripted row, with "_" for each token without an advantage."""
+    (sample,), (advantage,) = group.samples, group.advantages
+    assert group.token_advantages is not None
+    (terms,) = group.token_advantages
+    pairs = zip(sample.tokens.tolist(), advantage + terms, strict=True)
+    assert set(advantage + terms) <= {0.0, 1.0}
+    return "".join(chr(token) if advantage else "_" for token, advantage in pairs)
 
 
-def test_contrast_needs_a_right_and_a_wrong_answer():
-    for scored in ([(5, 1), (4, 1)], [(1, 0), (2, 0)]):
-        assert is_consistent(scored, 0.5) and not is_consistent(scored, 0.5, contrast_only=True)
-    assert is_consistent([(5, 1), (1, 0)], 0.5, contrast_only=True)
-    assert not is_consistent([(5, 1), (4, 0)], 0.5, contrast_only=True)
-    for contrast_only in (True, False):  # of a whole group: all three answers are right
-        plan = ((True, True),) * 3
-        _, _, episode = run_question(plan, ("1 5\n2 4\n3 5",), contrast_only=contrast_only)
-        assert episode.consistent != contrast_only
+DRAFT = "<think>1 5\n2 5\n3 5</think>"
+
+
+@pytest.mark.parametrize(
+    ("scoring", "trained"),
+    [
+        ("1 5\n2 1\n3 4", "__5___1___4"),
+        ("1 5\n2 4\n3 3", "__5________"),  # 4 is contradicted, 3 says nothing
+        ("1 2\n2 2\n3 1", "______2____"),
+        (f"{DRAFT}1 5\n2 2\n3 2", "_" * len(DRAFT) + "__5___2____"),
+        ('{"scores": [1, 2, 5]}', "_" * 15 + "2__5__"),
+        ('{"reason": "2, 5", "scores": [4,4,4]}', "_" * 30 + "4___4__"),
+    ],
+)
+def test_kept_trajectories_train_on_confirmed_scores_alone(scoring, trained):
+    algorithm, _, episode = run_question(HALF, (scoring,), refresh_every=1)
+    (group,) = (group for group in to_groups(algorithm, [episode]) if group.model == "reward_model")
+    assert trained_text(group) == trained
+    (sample,) = group.samples
+    assert bytes(sample.tokens.tolist()).decode() == scoring  # the whole reply is context
+
+
+def test_reply_without_confirmed_scores_is_not_kept():
+    for scoring in ("1 3\n2 3\n3 3", "1 1\n2 5\n3 2", "no scores"):
+        algorithm, _, _ = run_question(HALF, (scoring,))
+        assert algorithm.state_dict()["kept"] == []
+
+
+def test_token_of_two_scores_needs_both_confirmed():
+    tokens = (b"[", b"5,1", b",", b"4]")
+    ids = np.arange(len(tokens), dtype=np.int32)
+
+    def decode(ids: Sequence[int]) -> str:
+        return b"".join(tokens[i] for i in ids).decode()
+
+    for start in ("", "<think>"):  # which the prompt wrote
+        reply = Reply([7], [Sample(ids, stopped=False)], [start + "[5,1,4]"], decode=decode)
+        places = [len(start) + place for place in (1, 3, 5)]
+        for consistent, confirmed in (
+            ((True, True, True), (1, 3)),
+            ((True, False, True), (3,)),
+            ((False, True, False), ()),
+        ):
+            assert Scoring.of(reply, places, consistent).confirmed == confirmed
 
 
 def campaign(steps: Sequence[int], algorithm: Eapo | None = None, **options: Any):
     """Run steps of four questions each; return (algorithm, groups of each step).
 
-    The scoring of question 1 contradicts the outcomes in even steps.
+    In even steps no outcome confirms a score of question 1.
     """
     questions = [ask_about(i) for i in range(3)] + [ask_about(3, MATH)]
     plan = ((True, True), (True, False), (True, True))
@@ -438,15 +470,14 @@ def refreshes(groups_by_step) -> list[int]:
 
 def test_reward_model_trains_on_consistent_scorings_every_20_steps():
     algorithm, groups_by_step = campaign(range(1, 46))
-    # Of four scorings per step two are consistent, and the middle one in odd steps.
-    assert refreshes(groups_by_step) == [0] * 19 + [50] + [0] * 19 + [50] + [0] * 5
-    assert len(algorithm.state_dict()["kept"]) == 13
+    # Of four scorings per step three have a confirmed score, and question 1's in odd steps.
+    assert refreshes(groups_by_step) == [0] * 19 + [70] + [0] * 19 + [70] + [0] * 5
+    assert len(algorithm.state_dict()["kept"]) == 18
     learned = [row for row in groups_by_step[19] if row[0].endswith("scores")]
     assert {advantages for _, _, advantages in learned} == {(1.0,)}
     assert [answers for prompt, answers, _ in learned if "Q01" in prompt] == [
         ("1 4\n2 2\n3 3",)
     ] * 10
-    assert not any("Q02" in prompt for prompt, *_ in learned)  # a third agrees, half is required
 
 
 def test_building_groups_twice_gives_the_same_groups():
@@ -468,6 +499,19 @@ def test_oldest_scorings_are_dropped_first():
     *_, last = (row[1] for row in newest if "Q03" in row[0])
     assert last == ("1 5\n2 2\n3 4",)  # of step 7
     assert algorithm.state_dict()["kept"] == []
+
+
+def test_state_of_whole_replies_is_refused():
+    algorithm, _ = campaign(range(1, 3))
+    state = algorithm.state_dict()
+    for scoring in state["kept"]:
+        del scoring["confirmed"]
+    after, _ = campaign(())
+    with pytest.raises(
+        ValueError, match=r"EAPO state: \['confirmed'\] missing .*; start a new run"
+    ):
+        after.load_state_dict(state)
+    after.load_state_dict(state | {"kept": []})
 
 
 @pytest.mark.parametrize("stop", [3, 7, 8])
@@ -520,6 +564,7 @@ def test_record_has_every_measure_for_each_answer():
     assert record["measures"] == {
         "well_formed": [True, True, False, True],
         "evidence_score": [5, 1, None, 4],
+        "consistent": [True, True, None, True],
         "evidence_reward": [1.0, 0.0, None, 0.75],
         "verbatim": list(episode.verbatim),
         "evidence_precision": [None] * 4,  # the question lacks its evidence
@@ -529,6 +574,7 @@ def test_record_has_every_measure_for_each_answer():
     failed, _, episode = run_question(scorings=("no",))
     (record,) = to_records(failed, [episode])
     assert record["measures"]["evidence_score"] == [None] * 4
+    assert record["measures"]["consistent"] == [None] * 4
 
 
 def test_metrics_of_a_step():
@@ -542,6 +588,9 @@ def test_metrics_of_a_step():
     assert (means["evidence_score_right"], means["evidence_score_wrong"]) == (4.5, 1)
     assert means["verbatim"] == pytest.approx(9 / 14)
     assert means["mixed"] == means["scoring_consistent"] == means["kept_scorings"] == 1
+    algorithm, _, episode = run_question(scorings=("1 5\n2 4\n3 3",))
+    means = algorithm.metrics([episode]).means()
+    assert means["scoring_consistent"] == pytest.approx(1 / 3) and means["kept_scorings"] == 1
     assert means["refreshed_scorings"] == 0
     assert means[f"solve_rate/{QA}"] == 0.5
 
@@ -555,8 +604,6 @@ def test_metrics_of_a_step():
         ("evidence_weight", float("nan")),
         ("reward_model", "frozen"),
         ("refresh_every", 0),
-        ("agreeing_share", 0.0),
-        ("agreeing_share", 1.1),
         ("most_rollouts", 0),
         ("scoring_temperature", -1.0),
         ("retries", -1),
