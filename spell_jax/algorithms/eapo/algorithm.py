@@ -136,7 +136,7 @@ class Eapo:
         e = episode
         well_formed = [answer is not None for answer in e.answers]
         # Where the paper is silent (equal scores, no scores, one well-formed answer), evidence
-        # counts .5 (docs/algorithms.md, "A malformed reply").
+        # counts .5 (docs/algorithms.md, "A malformed scoring").
         shares = iter(evidence.normalize_scores(e.evidence_scores, sum(well_formed)))
         rewards = [next(shares) if formed else None for formed in well_formed]
         parts, weights = zip(well_formed, rewards, e.rule, strict=True), self.config.weights
