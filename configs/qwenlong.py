@@ -20,7 +20,7 @@ from spell_jax.runtime.config import Config
 def get_config() -> Config:
     config = paper.get_config("qwen2.5-7b-instruct")
     config.algorithm = default_config("qwenlong_l1").algorithm
-    config.algorithm.extract = "paper"
+    config.algorithm.update(extract="paper", deviation="population")
     # For SPELL's inputs of up to 16K tokens. QwenLong-L1's own phases, 20K and 60K tokens, are the
     # field's default and need a longer sampler.max_prompt.
     config.algorithm.phase_tokens = (8192, 16_384)

@@ -31,8 +31,8 @@ from spell_jax.algorithms.spell.evaluation import TinyEvaluation, is_true
 from spell_jax.data import tiny_world
 from spell_jax.data.clusters import LETTERS, PAPER_TASKS
 from spell_jax.learner import update
-from spell_jax.learner.advantages import group_advantages, masked_advantages
-from spell_jax.learner.in_jit import score_replies
+from spell_jax.learner.advantages import group_advantages
+from spell_jax.learner.in_jit import masked_advantages, score_replies
 from spell_jax.learner.loss import policy_loss
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig

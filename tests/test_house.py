@@ -476,8 +476,9 @@ def test_comments_and_docs_keep_their_share(counts):
 def test_reading_path_stays_short(counts):
     assert 20 <= counts["files of the reading path"] <= 25
     # 150 of these lines are names in `Attributes:` sections of public classes, which the API pages
-    # show. Comments beside the fields would take fewer lines, but stay out of these pages.
-    assert counts["lines of the reading path"] <= 5200
+    # show. Comments beside the fields would take fewer lines, but stay out of these pages. 60 lines
+    # are switches between the paper's text and its public code.
+    assert counts["lines of the reading path"] <= 5260
 
 
 def test_floors_are_counted_along_the_longest_path():

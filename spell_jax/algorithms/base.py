@@ -6,7 +6,6 @@ it: `groups`, `metrics` and `record` are functions of their arguments.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -73,8 +72,7 @@ class Reply:
         thought if the chat layout wrote one into the prompt.
       scored_truncated: whether answers that the token cap cut off are scored by their text.
       dropped: texts of answers that are left out because the token cap cut them off.
-      decode: the model's function from token ids to text; None only where no algorithm asks
-        `token_at`.
+      decode: the model's function from token ids to text; None in replies without a tokenizer.
     """
 
     prompt: Sequence[int]
@@ -91,15 +89,6 @@ class Reply:
             return self.texts
         pairs = zip(self.texts, self.samples, strict=True)
         return [text if sample.stopped else "" for text, sample in pairs]
-
-    def token_at(self, answer: int, place: int) -> int:
-        """Return the index of the token that writes character `place` of the text of an answer."""
-        assert self.decode is not None
-        decode, tokens = self.decode, self.samples[answer].content
-        # The prompt may have written the start of the text.
-        place -= len(self.texts[answer]) - len(decode(tokens))
-        ends = range(1, len(tokens) + 1)  # the first token with a later end writes the character
-        return bisect.bisect_right(ends, place, key=lambda end: len(decode(tokens[:end])))
 
     def group(self, advantages: Iterable[float], name: str, model: str = "policy") -> TrainGroup:
         """Return a training group for `model`: one advantage per answer [G], counted by name."""

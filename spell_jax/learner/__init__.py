@@ -7,7 +7,7 @@ Public names:
   loss_config.LossConfig, loss.policy_loss: the loss and its switches.
   optimizer.OptimizerConfig: the optimizer and its schedule.
   learner.Learner, learner.Update: scores of groups, and an update as a series of device calls.
-  in_jit.score_replies: logprobs of replies, inside a jitted program of the caller.
+  in_jit.score_replies, in_jit.masked_advantages: for a jitted program of the caller.
 
 Must not import: `sampler`, which stands beside it, `selfplay` and rooms above.
 """

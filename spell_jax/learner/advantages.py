@@ -75,25 +75,6 @@ def questioner_advantages(
     return xp.concatenate(parts)[np.argsort(np.concatenate(members))]
 
 
-def masked_advantages(
-    rewards: ArrayLike | jax.Array, included: ArrayLike | jax.Array, *, ddof: int = 1
-) -> Array:
-    """Normalize rewards [B] over the rows that `included`, bool [B], marks; other rows get 0.
-
-    The values are those of `questioner_advantages` of the marked rows alone (Eq. 9), for programs
-    of fixed shapes. `ddof` is as in group_advantages. Advantages are float32. Raises ValueError if
-    a reward on the host is not finite.
-    """
-    xp, values = _as_array(rewards)
-    count = xp.sum(included)
-    # Makes equal rewards 0 first, as in group_advantages.
-    largest = xp.max(xp.where(included, values, -xp.inf))
-    values = xp.where(included, values - largest, 0)
-    centered = xp.where(included, values - xp.sum(values) / xp.maximum(count, 1), 0)
-    variance = xp.sum(centered**2) / xp.maximum(count - ddof, 1)
-    return (centered / (xp.sqrt(variance) + EPSILON)).astype(xp.float32)
-
-
 def _as_array(rewards: ArrayLike | jax.Array) -> tuple[Any, Array]:
     """Return the rewards' array module (numpy or jax.numpy) and the rewards as its array."""
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(rewards)):

@@ -1,7 +1,7 @@
-"""Logprobs of sampled replies inside a caller's jitted program: fixed shapes, no packing.
+"""Scores of sampled replies inside a caller's jitted program: fixed shapes, no packing.
 
-packing.py packs prompts and replies of any length into rows, and update.py trains on the rows. This
-function is for programs that sample and train in one call, such as examples/jitted_step.py.
+packing.py packs prompts and replies of any length into rows, and update.py trains on the rows.
+These functions are for programs that sample and train in one call, such as examples/jitted_step.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from spell_jax.attention import attend
 from spell_jax.learner import lm_head
+from spell_jax.learner.advantages import EPSILON
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
@@ -58,3 +59,18 @@ def score_replies(
         target = tokens[:, P:]
         logprobs, _ = lm_head.score_tokens(policy, params, hidden, source, target, temperature)
     return logprobs.reshape(replies.shape), real.reshape(replies.shape)
+
+
+def masked_advantages(rewards: jax.Array, included: jax.Array, *, ddof: int = 1) -> jax.Array:
+    """Normalize rewards [B] over the rows that `included`, bool [B], marks; other rows get 0.
+
+    The values are those of `advantages.questioner_advantages` of the marked rows alone (paper
+    Eq. 9), float32. `ddof` is as in `advantages.group_advantages`.
+    """
+    count = jnp.sum(included)
+    # Makes equal rewards 0 first: their mean may be rounded.
+    largest = jnp.max(jnp.where(included, rewards, -jnp.inf))
+    values = jnp.where(included, rewards - largest, 0)
+    centered = jnp.where(included, values - jnp.sum(values) / jnp.maximum(count, 1), 0)
+    variance = jnp.sum(centered**2) / jnp.maximum(count - ddof, 1)
+    return (centered / (jnp.sqrt(variance) + EPSILON)).astype(jnp.float32)

@@ -32,10 +32,14 @@ POSITIONS = 32_768  # of Qwen2.5-7B-Instruct
 
 
 def commands() -> list[list[str]]:
-    """Read the flags of the page's `python -m spell_jax.evaluate` commands on published files."""
+    """Read the flags of the page's `python -m spell_jax.evaluate` commands for a policy's weights.
+
+    The page has the flags of both commands in the variable SAME.
+    """
     text = (ROOT / "docs" / "howto" / "evaluate.md").read_text().replace("\\\n", " ")
-    lines = re.findall(r"python -m spell_jax\.evaluate (.*)", text)
-    return [shlex.split(line) for line in lines if "--data=" in line]
+    (same,) = re.findall(r'SAME="([^"]*)"', text)
+    lines = re.findall(r"python -m spell_jax\.evaluate (.*) \$SAME", text)
+    return [shlex.split(f"{line} {same}") for line in lines]
 
 
 def with_folders(arguments: list[str], policy: pathlib.Path, data: pathlib.Path) -> list[str]:
@@ -102,8 +106,9 @@ def evaluate(policy, monkeypatch):
 def test_command_at_100k_tokens_fits_the_context_with_yarn(evaluate, tmp_path):
     """Without the flags of RoPE the context is too short. The output folder records them."""
     data = write_benchmarks(tmp_path / "data", 1)
-    (command,) = (arguments for arguments in commands() if set(ROPE) & set(arguments))
-    command.append("--limit=1")
+    before, _ = commands()
+    command = [flag for flag in before if not flag.startswith("--max_input")]
+    command += [*ROPE, "--limit=1"]
     config = tmp_path / "yarn" / "config.json"
     assert evaluate(command, data, config.parent) == 16_384  # of the first limit
     recorded = json.loads(config.read_text())

@@ -15,11 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from spell_jax.learner.advantages import (
-    group_advantages,
-    masked_advantages,
-    questioner_advantages,
-)
+from spell_jax.learner.advantages import group_advantages, questioner_advantages
 from tests.paths import REFERENCE_CASES
 
 
@@ -203,17 +199,3 @@ def test_shapes_are_checked_while_tracing():
         jitted(group_advantages)(1.0)
     with pytest.raises(ValueError, match=r"rewards: shape \(2,\).*\(1,\)"):
         jitted(questioner_advantages, tasks=("a",))(np.ones(2))
-
-
-@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
-def test_masked_advantages_are_those_of_the_marked_rows(as_array):
-    rewards = np.array([0.3, -1.0, 0.75, 9.0, 0.0, 0.3], np.float32)
-    included = np.array([1, 1, 1, 0, 1, 0], bool)
-    masked = np.asarray(masked_advantages(as_array(rewards), as_array(included)))
-    expected = questioner_advantages(rewards[included])
-    np.testing.assert_allclose(masked[included], expected, atol=1e-6)
-    assert not masked[~included].any()
-    equal = np.full(7, 0.1, np.float32)  # their mean is rounded
-    for values, marks in ((rewards, [0, 1, 0, 0, 0, 0]), (rewards, [0] * 6), (equal, [1] * 7)):
-        zeros = masked_advantages(as_array(values), as_array(np.array(marks, bool)))
-        assert not np.asarray(zeros).any()

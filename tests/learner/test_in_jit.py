@@ -1,4 +1,4 @@
-"""Tests of the logprobs of replies against one pass of the model for each reply."""
+"""Tests of scores of replies: one pass of the model for each reply, advantages on the host."""
 
 import functools
 
@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spell_jax.learner.in_jit import score_replies
+from spell_jax.learner.advantages import questioner_advantages
+from spell_jax.learner.in_jit import masked_advantages, score_replies
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
 from tests import tiny
@@ -33,3 +34,17 @@ def test_logprobs_equal_those_of_separate_rows():
             np.arange(len(prompt) - 1, len(tokens) - 1), tokens[len(prompt) :]
         ]
         np.testing.assert_allclose(logprobs[n, : reply_length[n]], expected, atol=1e-4)
+
+
+def test_masked_advantages_are_those_of_the_marked_rows():
+    rewards = np.array([0.3, -1.0, 0.75, 9.0, 0.0, 0.3], np.float32)
+    included = np.array([1, 1, 1, 0, 1, 0], bool)
+    for ddof in (0, 1):
+        masked = np.asarray(masked_advantages(jnp.asarray(rewards), included, ddof=ddof))
+        expected = questioner_advantages(rewards[included], ddof=ddof)
+        np.testing.assert_allclose(masked[included], expected, atol=1e-6)
+        assert not masked[~included].any()
+    equal = np.full(7, 0.1, np.float32)  # their mean is rounded
+    for values, marks in ((rewards, [0, 1, 0, 0, 0, 0]), (rewards, [0] * 6), (equal, [1] * 7)):
+        zeros = masked_advantages(jnp.asarray(values), np.array(marks, bool))
+        assert not np.asarray(zeros).any()

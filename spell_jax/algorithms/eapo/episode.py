@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,16 @@ from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay.evidence import StructuredAnswer, best_chosen, pairs_in_order
 from spell_jax.selfplay.prompts import Prompts
+
+
+def _token_at(reply: Reply, place: int) -> int:
+    """Return the index of the token that writes character `place` of the only answer's text."""
+    assert reply.decode is not None
+    (sample,), (text,), decode = reply.samples, reply.texts, reply.decode
+    # The prompt may have written the start of the text.
+    place -= len(text) - len(decode(sample.content))
+    ends = range(1, len(sample.content) + 1)  # the first token with a later end writes the place
+    return bisect.bisect_right(ends, place, key=lambda end: len(decode(sample.content[:end])))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +47,7 @@ class Scoring:
     def of(cls, reply: Reply, places: Sequence[int], consistent: Sequence[bool]) -> Scoring:
         """Make the scoring of a reply from the places of its scores in the text."""
         (sample,) = reply.samples
-        at = [reply.token_at(0, place) for place in places]
+        at = [_token_at(reply, place) for place in places]
         flags = consistent[: len(at)]
         # A token of several scores is trained only if all of them are confirmed.
         rejected = {token for token, flag in zip(at, flags, strict=True) if not flag}
