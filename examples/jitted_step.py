@@ -7,16 +7,15 @@
    questioner's, V times. Their texts decide all rewards; there are no other labels.
 2. Loss: one policy gradient over the tokens of all roles, with advantages relative to groups.
 3. Step: parts 1 and 2 and AdamW are one program over a device mesh, with a donated state. XLA has
-   no strings: between roles the program calls Python (`jax.pure_callback`). Shapes are fixed.
+   no strings: after each role the program calls Python (`jax.pure_callback`). Shapes are fixed.
 4. Exam: held-out questions with true answers show whether the responder has become better.
 
-Shapes: B clusters, G answers, V votes; R prompts of P tokens with K replies of S tokens. Numbers in
-parentheses: the paper's equations. The trainer (spell_jax/train.py) is made of the same parts, and
-adds a memory, filters, prompts of any length, packing, refilled slots and checkpoints.
+Shapes: B clusters, G answers, V votes; R prompts of P tokens, K replies each of S tokens. (N) is an
+equation of the paper. The trainer (spell_jax/train.py) has the same parts, and a memory, filters,
+prompts of any length, packing, refilled slots and checkpoints.
 """
 
 import functools
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -48,7 +47,7 @@ from spell_jax.selfplay import parsing, prompts, rewards, selection
 # Role -> P and S: room for 2 documents, for 8 and a question, for a question and two answers.
 SIZES = {"questioner": (48, 48), "responder": (96, 32), "verifier": (48, 4)}
 TEXTS = prompts.load("compact")
-# With a share of 1 and G = V, as many groups of the verifier are trained on as of the responder.
+# The step reads m, G, V, numbers of trained groups, how texts are parsed and scored; nothing else.
 ALGORITHM = SpellConfig(documents=(2,), memory=0, grounding_samples=0, verifier_share=1.0)
 
 
@@ -60,207 +59,207 @@ class Config(NamedTuple):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-4, b2=0.95)
     algorithm: SpellConfig = ALGORITHM
 
-    @property
-    def spec(self) -> update.UpdateSpec:
-        return update.UpdateSpec(self.policy, self.optimizer, LossConfig())
-
 
 # 1. Text, on the host ----------------------------------------------------------------------------
-class Scores(NamedTuple):
-    """Rewards of the three roles, and the groups that the update trains on."""
-
+class Scores(NamedTuple):  # rewards of the three roles, and the groups that are trained on
     questioner: Any  # float32 [B]
     responder: Any  # float32 [B, G]
-    verifier: Any  # float32 [B, V], of the groups in `judged`
-    proposed: Any  # bool [B], trained rows of the questioner
-    mixed: Any  # bool [B], trained groups of the responder
-    judged: Any  # int32 [B], trained groups of the verifier, as answers among the B G; -1: none
+    verifier: Any  # float32 [B G, V]
+    is_asked: Any  # bool [B], trained rows of the questioner
+    is_mixed: Any  # bool [B], trained groups of the responder
+    is_judged: Any  # bool [B G], trained groups of the verifier
 
 
 class Host(NamedTuple):
-    """Functions of text. The clusters of a step are those from number `first` on."""
+    """Functions of text. `first` is the number of a step's first cluster."""
 
-    c: Config
+    config: Config
     clusters: Sequence[Sequence[str]]  # documents of each
 
-    def dealt(self, first: int) -> list[tuple[str, Sequence[str]]]:
-        """Return (task, documents) of the step's clusters; the tasks take turns."""
-        numbers = range(int(first), int(first) + self.c.clusters)
+    def clusters_of(self, first: int) -> list[tuple[str, Sequence[str]]]:
+        """Return (task, documents) of the step's B clusters; the tasks take turns."""
+        numbers = range(int(first), int(first) + self.config.clusters)
         return [(PAPER_TASKS[n % len(PAPER_TASKS)], self.clusters[n]) for n in numbers]
 
-    def questioner_prompts(self, first) -> PaddedPrompts:
-        shown = slice(self.c.algorithm.documents[0])  # the first m
-        # A prompt for a choice of four states the letter of the right option.
-        pairs = zip(itertools.cycle(LETTERS), self.dealt(first))
-        texts = [TEXTS.questioner(task, x[shown], (), letter) for letter, (task, x) in pairs]
+    def question_prompts(self, first) -> PaddedPrompts:
+        m, texts = self.config.algorithm.documents[0], []
+        for b, (task, documents) in enumerate(self.clusters_of(first)):
+            letter = LETTERS[b % len(LETTERS)]  # of the right option, if the task has options
+            texts.append(TEXTS.questioner(task, documents[:m], (), letter))
         return self.write("questioner", texts)
 
-    def responder_prompts(self, first, proposals) -> PaddedPrompts:
-        pairs = zip(self.dealt(first), self.questions(first, proposals), strict=True)
-        texts = [q.answer and TEXTS.responder(task, x, q.question) for (task, x), q in pairs]
+    def answer_prompts(self, first, proposals) -> PaddedPrompts:
+        texts: list[str | None] = [None] * self.config.clusters  # no question, no prompt
+        pairs = zip(self.clusters_of(first), self.questions(first, proposals), strict=True)
+        for b, ((task, documents), question) in enumerate(pairs):
+            if question.status == "accepted":
+                texts[b] = TEXTS.responder(task, documents, question.question)
         return self.write("responder", texts)
 
-    def verifier_prompts(self, first, proposals, answers) -> PaddedPrompts:
-        """Write a prompt for each of the B G replies that states an answer."""
+    def vote_prompts(self, first, proposals, answers) -> PaddedPrompts:
         pairs = zip(self.questions(first, proposals), self.answers(first, answers), strict=True)
-        texts = [a and TEXTS.verifier(q.question, a, q.answer) for q, group in pairs for a in group]
+        texts = [
+            None if answer is None else TEXTS.verifier(question.question, answer, question.answer)
+            for question, group in pairs
+            for answer in group
+        ]
         return self.write("verifier", texts)
 
-    def score(self, first, key, proposals, sent, answers, compared, votes) -> Scores:
-        """Compute all rewards; `sent` and `compared` are the lengths of prompts."""
-        a, scores = self.c.algorithm, no_scores(self.c)
-        G, V = a.group_size, a.verifier_group_size
-        votes = [parsing.parse_verdict(text) for text in self.read(votes)]
-        questions, predictions = self.questions(first, proposals), self.answers(first, answers)
-        tasks, bad, ballots = [task for task, _ in self.dealt(first)], [], {}
-        for b, question in enumerate(questions):
-            rule = a.score_answers(predictions[b], question.answer, tasks[b])
-            for g, n in enumerate(range(b * G, b * G + G)):
-                ballot = votes[n * V : n * V + V] if compared[n] else []
-                scores.responder[b, g] = rewards.combine(rule[g], rewards.majority(ballot))  # (6)
-                conflict = a.verifier_conflict
-                if ballot and selection.eligible_verifier_group(ballot, rule[g], conflict=conflict):
-                    ballots[n] = ballot
-            scores.mixed[b] = len(set(scores.responder[b])) > 1  # otherwise advantages are 0
-            if scores.mixed[b]:
-                solved = scores.responder[b].mean().item()
-                scores.questioner[b] = rewards.questioner_reward(solved)  # (7)
-            elif sent[b] or question.status == "bad_format":
-                scores.questioner[b] = 0.0 if sent[b] else rewards.BAD_FORMAT
-                bad.append(b)
-        # As many bad questions as good ones (section 3.3).
-        good, rng = np.flatnonzero(scores.mixed).tolist(), np.random.default_rng([*key, 1])
-        names = [tasks[b] for b in good], [tasks[b] for b in bad]
-        picked = selection.questioner_negatives(*names, a.negatives, rng)
-        scores.proposed[[*good, *(bad[i] for i in picked)]] = True
-        sides, rng = [*map(rewards.majority, ballots.values())], np.random.default_rng([*key, 2])
-        picked = selection.verifier_groups(sides, len(good) * G, V, a.verifier_share, rng)
-        for row, n in enumerate([*ballots][i] for i in picked):
-            scores.judged[row] = n
-            scores.verifier[row] = rewards.verifier_rewards(ballots[n])  # (5)
+    def score(self, first, key, proposals, answers, votes, answer_lengths, vote_lengths) -> Scores:
+        """Compute all rewards. The lengths of prompts tell which answers and votes were sampled."""
+        algorithm, scores = self.config.algorithm, empty_scores(self.config)
+        G, V, conflict = algorithm.group_size, scores.verifier.shape[1], algorithm.verifier_conflict
+        is_eligible = functools.partial(selection.eligible_verifier_group, conflict=conflict)
+        tasks, negatives, ballots = [task for task, _ in self.clusters_of(first)], [], {}
+        verdicts = [parsing.parse_verdict(text) for text in self.read(votes)]
+        pairs = zip(self.questions(first, proposals), self.answers(first, answers), strict=True)
+        for b, (question, predictions) in enumerate(pairs):
+            rule = algorithm.score_answers(predictions, question.answer, tasks[b])
+            for n, rule_score in enumerate(rule, b * G):  # n: an answer among the B G
+                ballot = verdicts[n * V : n * V + V] if vote_lengths[n] else []
+                scores.responder[b, n % G] = rewards.combine(rule_score, rewards.majority(ballot))
+                if ballot and is_eligible(ballot, rule_score):
+                    ballots[n], scores.verifier[n] = ballot, rewards.verifier_rewards(ballot)  # (5)
+            scores.is_mixed[b] = len(set(scores.responder[b])) > 1  # otherwise advantages are 0
+            if scores.is_mixed[b]:
+                solve_rate = scores.responder[b].mean().item()
+                scores.questioner[b] = rewards.questioner_reward(solve_rate)  # (7)
+            elif answer_lengths[b] or question.status == "bad_format":
+                scores.questioner[b] = 0.0 if answer_lengths[b] else rewards.BAD_FORMAT
+                negatives.append(b)
+        self.choose_groups(scores, tasks, negatives, ballots, key)
         return scores
 
+    def choose_groups(self, scores: Scores, tasks, negatives, ballots, key) -> None:
+        """Choose as many bad questions as good ones, and answers with conflicting votes (3.3)."""
+        algorithm, positives = self.config.algorithm, np.flatnonzero(scores.is_mixed).tolist()
+        rngs = [np.random.default_rng([*key, role]) for role in (1, 2)]
+        names = [tasks[b] for b in positives], [tasks[b] for b in negatives]
+        places = selection.questioner_negatives(*names, algorithm.negatives, rngs[0])
+        scores.is_asked[[*positives, *(negatives[i] for i in places)]] = True
+        majorities = [rewards.majority(ballot) for ballot in ballots.values()]
+        sizes = len(positives) * algorithm.group_size, algorithm.verifier_group_size
+        places = selection.verifier_groups(majorities, *sizes, algorithm.verifier_share, rngs[1])
+        scores.is_judged[[[*ballots][i] for i in places]] = True
+
     def questions(self, first, proposals: PaddedReplies) -> list[parsing.Parsed]:
-        a, count = self.c.algorithm, self.c.tokenizer.count
-        texts = zip(self.dealt(first), self.read(proposals), strict=True)
-        return [a.parse_question(text, task, count) for (task, _), text in texts]
+        parse, count = self.config.algorithm.parse_question, self.config.tokenizer.count
+        pairs = zip(self.clusters_of(first), self.read(proposals), strict=True)
+        return [parse(text, task, count) for (task, _), text in pairs]
 
     def answers(self, first, replies: PaddedReplies) -> list[tuple[str | None, ...]]:
-        """Extract the answers that replies state, [B][G]."""
-        a, groups = self.c.algorithm, np.reshape(self.read(replies), (self.c.clusters, -1)).tolist()
-        return [a.read_answers(g, x[0]) for x, g in zip(self.dealt(first), groups, strict=True)]
+        """Extract the answer that each reply states, [B][G]."""
+        groups = np.reshape(self.read(replies), (self.config.clusters, -1)).tolist()
+        pairs = zip(self.clusters_of(first), groups, strict=True)
+        return [self.config.algorithm.read_answers(group, task) for (task, _), group in pairs]
 
     def read(self, replies: PaddedReplies) -> list[str]:
         """Decode replies. A reply that the cap cut off counts as empty."""
-        decode = self.c.tokenizer.decode
+        decode = self.config.tokenizer.decode
         rows = zip(replies.tokens, replies.length, replies.stopped, strict=True)
         return [decode(ids[:n].tolist()) if stopped else "" for ids, n, stopped in rows]
 
     def write(self, role: str, texts: Sequence[str | None]) -> PaddedPrompts:
-        """Tokenize prompts. No text is not sent, nor is a text of more than P tokens."""
-        sent = no_prompts(len(texts), role)
-        for row, ids in enumerate(self.c.tokenizer.chat(text) if text else [] for text in texts):
-            if len(ids) <= sent.tokens.shape[1]:
-                sent.tokens[row, : len(ids)], sent.length[row] = ids, len(ids)
-        return sent
+        """Tokenize prompts. None has length 0, as has a text of more than P tokens."""
+        prompts = empty_prompts(len(texts), role)
+        for row, text in enumerate(texts):
+            ids = [] if text is None else self.config.tokenizer.chat(text)
+            if len(ids) <= prompts.tokens.shape[1]:
+                prompts.tokens[row, : len(ids)], prompts.length[row] = ids, len(ids)
+        return prompts
 
 
-def no_prompts(R: int, role: str) -> PaddedPrompts:
+def empty_prompts(R: int, role: str) -> PaddedPrompts:
     return PaddedPrompts(np.zeros((R, SIZES[role][0]), np.int32), np.zeros(R, np.int32))
 
 
-def no_scores(c: Config) -> Scores:
+def empty_scores(c: Config) -> Scores:
     B, G, V = c.clusters, c.algorithm.group_size, c.algorithm.verifier_group_size
-    x, y, z = (np.zeros(shape, np.float32) for shape in ((B,), (B, G), (B, V)))
-    return Scores(x, y, z, np.zeros(B, bool), np.zeros(B, bool), np.full(B, -1, np.int32))
+    floats = [np.zeros(shape, np.float32) for shape in ((B,), (B, G), (B * G, V))]
+    return Scores(*floats, *(np.zeros(size, bool) for size in (B, B, B * G)))
 
 
 # 2. Loss -----------------------------------------------------------------------------------------
-class Group(NamedTuple):
-    """R groups of one role: prompts with K replies each."""
-
+class Group(NamedTuple):  # R groups of one role
     prompts: PaddedPrompts
     replies: PaddedReplies
     advantages: Any  # float32 [R, K]
-    trained: Any  # bool [R]; others have no weight in the loss
+    is_trained: Any  # bool [R]; other groups have no weight in the loss
 
 
 def loss(params, c: Config, groups: Sequence[Group]):
     """Compute the policy-gradient loss, a mean over the trained tokens of all roles."""
-    logprobs, advantages, counts = [], [], []
-    for group in groups:
-        (prompts, length), replies = group.prompts, group.replies
-        rows = prompts, length, replies.tokens, replies.length
-        scored, real = score_replies(c.policy, params, *rows)  # [R K, S]
-        trained = group.trained.repeat(group.advantages.shape[1])  # [R K]
-        logprobs.append(scored.ravel())
-        advantages.append(group.advantages.ravel().repeat(scored.shape[1]))
-        counts.append(jnp.ravel(real & trained[:, None]))
-    logprobs, advantages, counts = map(jnp.concatenate, (logprobs, advantages, counts))
+    parts = []
+    for prompts_of_role, (reply, _, length, _), advantages, is_trained in groups:
+        logprobs, real = score_replies(
+            c.policy, params, *prompts_of_role, reply, length
+        )  # [R K, S]
+        counts = real & is_trained.repeat(advantages.shape[1])[:, None]
+        parts.append((logprobs, advantages.reshape(-1, 1).repeat(real.shape[1], axis=1), counts))
+    arrays = zip(*parts, strict=True)
+    logprobs, advantages, counts = (jnp.concatenate([x.ravel() for x in xs]) for xs in arrays)
     old = jax.lax.stop_gradient(logprobs)  # on-policy: the ratio is 1, its gradient is not 0
     return policy_loss(logprobs, old, advantages, counts / counts.sum().clip(1), LossConfig())[0]
 
 
 # 3. Step -----------------------------------------------------------------------------------------
-def ask(c: Config, params, sent: PaddedPrompts, role: str, replies: int, key, temperature=1.0):
-    sizes = {"replies": replies, "max_tokens": SIZES[role][1], "stop_ids": c.tokenizer.stop_ids}
-    return sample(c.policy, params, c.mesh, sent, key, temperature=temperature, **sizes)
+def ask(c: Config, params, prompts: PaddedPrompts, role: str, count: int, key, temperature=1.0):
+    """Sample `count` replies of a role to each prompt."""
+    sizes = {"replies": count, "max_tokens": SIZES[role][1], "stop_ids": c.tokenizer.stop_ids}
+    return sample(c.policy, params, c.mesh, prompts, key, temperature=temperature, **sizes)
 
 
-def call(function: Callable, like: Any, *arrays):
-    """Call a function of NumPy arrays from the program; its result has the shapes of `like`."""
+def call(function: Callable, result: Any, *arrays):
+    """Call a function of NumPy arrays from the program, with a result of the shapes of `result`."""
     on_numpy = lambda *arrays: function(*jax.tree.map(np.asarray, arrays))  # noqa: E731
-    return jax.pure_callback(on_numpy, like, *arrays)
+    return jax.pure_callback(on_numpy, result, *arrays)
 
 
-def make_step(c: Config, host: Host):
-    """Return a jitted (state, [seed, step]) -> (state, metrics, rollout); TrainState is donated."""
-    # Without fixed output shardings, the compiler may choose others for the new state, and the next
-    # call would compile the program again.
-    places = jax.tree.map(
-        lambda x: x.sharding, update.make_update_fns(c.spec, c.mesh).abstract_state
-    )
-    everywhere = meshes.replicated(c.mesh)
+def make_step(c: Config, host: Host) -> tuple[update.UpdateFns, Any]:
+    """Return functions of the state, and a jitted (state, [seed, step]) -> (state, metrics, ..)."""
+    spec = update.UpdateSpec(c.policy, c.optimizer, LossConfig())
+    fns, everywhere = update.make_update_fns(spec, c.mesh), meshes.replicated(c.mesh)
+    # Else the compiler may choose others for the new state, and the next call compiles again.
+    shardings = jax.tree.map(lambda x: x.sharding, fns.abstract_state)
     B, G, V = c.clusters, c.algorithm.group_size, c.algorithm.verifier_group_size
 
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(places, everywhere, everywhere))
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, everywhere, everywhere))
     def step(state: update.TrainState, key: jax.Array):
         params, first = state.params, key[1] * B
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(key[0]), key[1]), 3)
-        shown = call(host.questioner_prompts, no_prompts(B, "questioner"), first)
-        proposals = ask(c, params, shown, "questioner", 1, keys[0])
-        sent = call(host.responder_prompts, no_prompts(B, "responder"), first, proposals)
-        answers = ask(c, params, sent, "responder", G, keys[1])
-        like = no_prompts(B * G, "verifier")
-        compared = call(host.verifier_prompts, like, first, proposals, answers)
-        votes = ask(c, params, compared, "verifier", V, keys[2])
-        inputs = key, proposals, sent.length, answers, compared.length, votes
-        scores = call(host.score, no_scores(c), first, *inputs)
-        # An update trains on at most B of the verifier's B G groups.
-        judged = jax.tree.map(lambda x: x[scores.judged], compared)
-        vote = scores.judged[:, None] * V + jnp.arange(V)
-        ballots = jax.tree.map(lambda x: x[vote.ravel()], votes)
-        by_batch = masked_advantages(scores.questioner, scores.proposed)[:, None]  # (9)
-        groups = (
-            Group(shown, proposals, by_batch, scores.proposed),
-            Group(sent, answers, group_advantages(scores.responder), scores.mixed),  # (3)
-            Group(judged, ballots, group_advantages(scores.verifier), scores.judged >= 0),  # (8)
-        )
-        rollout = (shown, proposals), (sent, answers), (compared, votes)
-        value, gradient = jax.value_and_grad(loss)(params, c, groups)
-        state, numbers = update.apply(c.spec, state, gradient, value)  # clip, AdamW
-        solved = scores.responder.sum() / jnp.sum(G * (sent.length > 0)).clip(1)
-        metrics = {"solved": solved, "loss": value, "norm": numbers["gradient_norm"]}
-        return state, metrics, rollout
+        keys = iter(jax.random.split(jax.random.fold_in(jax.random.key(key[0]), key[1]), 3))
 
-    return step
+        def play(role: str, write: Callable, R: int, K: int, *texts):
+            """Write R prompts of a role on the host, and sample K replies to each."""
+            prompts = call(write, empty_prompts(R, role), first, *texts)
+            return prompts, ask(c, params, prompts, role, K, next(keys))
+
+        question_prompts, proposals = play("questioner", host.question_prompts, B, 1)
+        answer_prompts, answers = play("responder", host.answer_prompts, B, G, proposals)
+        vote_prompts, votes = play("verifier", host.vote_prompts, B * G, V, proposals, answers)
+        inputs = key, proposals, answers, votes, answer_prompts.length, vote_prompts.length
+        scores = call(host.score, empty_scores(c), first, *inputs)
+        by_batch = masked_advantages(scores.questioner, scores.is_asked)[:, None]  # (9)
+        groups = (
+            Group(question_prompts, proposals, by_batch, scores.is_asked),
+            Group(
+                answer_prompts, answers, group_advantages(scores.responder), scores.is_mixed
+            ),  # (3)
+            Group(vote_prompts, votes, group_advantages(scores.verifier), scores.is_judged),  # (8)
+        )
+        value, gradient = jax.value_and_grad(loss)(params, c, groups)
+        state, numbers = update.apply(spec, state, gradient, value)  # clip, AdamW
+        solved = scores.responder.sum() / jnp.sum(G * (answer_prompts.length > 0)).clip(1)
+        metrics = {"solved": solved, "loss": value, "norm": numbers["gradient_norm"]}
+        return state, metrics, [(group.prompts, group.replies) for group in groups]
+
+    return fns, step
 
 
 def abstract_program(mesh: jax.sharding.Mesh):
     """Return the step and the shapes of its arguments, for `launch.aot --program`."""
     c = Config(*weights.read_config_and_tokenizer(TINY_POLICY), mesh)
-    state = update.make_update_fns(c.spec, mesh).abstract_state
-    return make_step(c, Host(c, ())), (state, jax.ShapeDtypeStruct((2,), np.int32))
+    fns, step = make_step(c, Host(c, ()))
+    return step, (fns.abstract_state, jax.ShapeDtypeStruct((2,), np.int32))
 
 
 # 4. Exam -----------------------------------------------------------------------------------------
@@ -269,8 +268,8 @@ def exam(c: Config, host: Host, params: transformer.Params) -> float:
     make = TinyEvaluation(TEXTS, c.algorithm, c.tokenizer.count).make_items
     items = [(tiny_world.TASK_OF_KIND[k], x) for k in tiny_world.KINDS for x in make(8, k, 32)]
     texts = [TEXTS.responder(task, x.documents, x.question) for task, x in items]
-    sent, greedy = host.write("responder", texts), jax.jit(ask, static_argnums=(0, 3, 4))
-    replies = greedy(c, params, sent, "responder", 1, jax.random.key(0), temperature=0.0)
+    prompts, greedy = host.write("responder", texts), jax.jit(ask, static_argnums=(0, 3, 4))
+    replies = greedy(c, params, prompts, "responder", 1, jax.random.key(0), temperature=0.0)
     pairs = zip(items, host.read(jax.device_get(replies)), strict=True)
     answers = [(x, c.algorithm.read_answers([text], task)[0]) for (task, x), text in pairs]
     return float(np.mean([is_true(answer, x.truth, x.kind) for x, answer in answers]))
@@ -282,8 +281,8 @@ def main(_) -> None:
     c = Config(*weights.read_config_and_tokenizer(TINY_POLICY), mesh)
     clusters = tiny_world.make_clusters(seed, steps * c.clusters, (8,))
     host = Host(c, [cluster.documents for cluster in clusters])
-    state = update.make_update_fns(c.spec, mesh).init(weights.load(TINY_POLICY, mesh)[1])
-    step = make_step(c, host)
+    fns, step = make_step(c, host)
+    state = fns.init(weights.load(TINY_POLICY, mesh)[1])
     with jax.set_mesh(mesh):
         print(f"accuracy {exam(c, host, state.params):.3f}", flush=True)
         for i in range(steps):  # the first step includes compilation

@@ -68,7 +68,7 @@ def masked_advantages(rewards: jax.Array, included: jax.Array, *, ddof: int = 1)
     Eq. 9), float32. `ddof` is as in `advantages.group_advantages`.
     """
     count = jnp.sum(included)
-    # Makes equal rewards 0 first: their mean may be rounded.
+    # The subtraction makes equal rewards 0, although their mean may be rounded.
     largest = jnp.max(jnp.where(included, rewards, -jnp.inf))
     values = jnp.where(included, rewards - largest, 0)
     centered = jnp.where(included, values - jnp.sum(values) / jnp.maximum(count, 1), 0)

@@ -43,7 +43,8 @@ class PaddedReplies(NamedTuple):
       tokens: token ids, int32 [R K, S], undefined after the end.
       logprobs: logprobs of the tokens as they were sampled, float32 [R K, S].
       length: number of tokens with the stop token, int32 [R K].
-      stopped: whether the last token is a stop token, bool [R K]; else S tokens were not enough.
+      stopped: whether the last token is a stop token, bool [R K]. False where S tokens were not
+        enough, and where the prompt gets no reply.
     """
 
     tokens: Array
@@ -71,8 +72,10 @@ def sample(
     """
     (R, P), S, D = prompts.tokens.shape, max_tokens, policy.width
     N, shards = R * replies, meshes.row_shards(mesh)
-    if S > P or R % shards:
-        raise ValueError(f"max_tokens = {S}, {R} prompts: at most {P}, a multiple of {shards}")
+    if S > P:
+        raise ValueError(f"max_tokens = {S}: must be at most {P}, the tokens of a padded prompt")
+    if R % shards:
+        raise ValueError(f"prompts: {R}; must be a multiple of {shards}, the mesh's row shards")
     # A shard counts its prompts, slots and pages from 0. Its first page is scratch, for writes of
     # idle slots. A page has P tokens, so a reply fits into one page, and K replies share their
     # prompt's page.

@@ -71,8 +71,8 @@ def stated_answer(
     check_extract(extract)
     # Extraction drops currencies and scale words ("$3.5 million"), and in the paper's rules finds
     # no number in "-$5" or "five million".
-    visible = visible_text(text, in_thought)
-    return number_sentence(visible, box_decides=extract == "paper") or None if visible else None
+    visible = visible_text(text, in_thought) or ""
+    return number_sentence(visible, box_decides=extract == "paper") or None
 
 
 def answer_form(text: str, task: str, extract: str = "paper", in_thought: bool = False) -> str:

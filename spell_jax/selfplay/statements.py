@@ -296,10 +296,11 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 def number_sentence(text: str, box_decides: bool = False) -> str:
     """Return the words in which a text states a number, at most LONGEST_SENTENCE characters.
 
-    The words are the line after the announcement that `read_leniently` reads, or after the last
-    announcement if it reads none. They are the line around a box, and the last sentence of a text
-    that announces nothing; "" if that has no letter or digit. With `box_decides`, a box comes
-    before later announcements, as in `read_strictly`.
+    1. A box that `read_leniently` reads, or any box with `box_decides` (as in `read_strictly`): the
+       line around the box.
+    2. Announcements, such as "the answer is": the words after the one that `read_leniently` reads,
+       or after the last one if it reads none.
+    3. Otherwise: the last sentence; "" if the text has no letter or digit.
     """
     for marker in _CHAT_MARKERS:
         text = text.replace(marker, "")
@@ -325,8 +326,9 @@ def _last_sentence(text: str) -> str:
 
 
 def _bare(words: str) -> str:
-    """Return words without emphasis, spaces and full stops around them."""
-    return words.strip(" \t\r*_`").strip(".").strip(" \t\r*_`")
+    """Return words without emphasis and spaces around them, and without full stops at the end."""
+    # A point at the start belongs to the number: ".5 million".
+    return words.strip(" \t\r*_`").rstrip(".").strip(" \t\r*_`")
 
 
 def unify(text: str) -> str:

@@ -23,7 +23,6 @@ from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
-from spell_jax.learner.update import make_update_fns
 from spell_jax.policy import weights
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime import mesh as meshes
@@ -63,8 +62,8 @@ def run_example(**sizes: int) -> tuple[Config, list[Step]]:
     c = Config(*policy_and_tokenizer, mesh, 16, OPTIMIZER, algorithm)
     clusters = tiny_world.make_clusters(SEED, STEPS * c.clusters, (8,))
     host = Host(c, [cluster.documents for cluster in clusters])
-    step, steps = jitted_step.make_step(c, host), []
-    state = make_update_fns(c.spec, mesh).init(weights.load(TINY_POLICY, mesh)[1])
+    (fns, step), steps = jitted_step.make_step(c, host), []
+    state = fns.init(weights.load(TINY_POLICY, mesh)[1])
     for i in range(STEPS):
         before = state
         with jax.set_mesh(mesh):
@@ -88,7 +87,7 @@ def _groups(c: Config, host: Host, step: int, rollout) -> list[TrainGroup]:
     context = make_context(count_tokens=c.tokenizer.count, deal=lambda _: None)
     algorithm = Spell(c.algorithm, context)
     episodes, rng = [], np.random.default_rng(0)
-    for b, (task, documents) in enumerate(host.dealt(step * c.clusters)):
+    for b, (task, documents) in enumerate(host.clusters_of(step * c.clusters)):
         letter = "ABCD"[b % 4] if task == "multiple_choice" else None
         text = PROMPTS.questioner(task, documents[:2], (), letter)
         cluster = Cluster(str(b), tuple(documents))

@@ -80,6 +80,11 @@ def test_a_prompt_of_length_0_has_no_reply_and_changes_no_other():
     assert len({full.tokens[n, : full.length[n]].tobytes() for n in range(K)}) > 1
 
 
-def test_replies_longer_than_prompts_are_refused():
-    with pytest.raises(ValueError, match="max_tokens = 17, 4 prompts: at most 16"):
+def test_replies_longer_than_prompts_and_an_uneven_number_of_prompts_are_refused():
+    with pytest.raises(ValueError, match="max_tokens = 17: must be at most 16"):
         sample(padded(PROMPTS), 1.0, max_tokens=P + 1)
+    on_eight = functools.partial(
+        in_jit.sample, tiny.POLICY, {}, meshes.make_mesh({"fsdp": 8}), padded(PROMPTS)
+    )
+    with pytest.raises(ValueError, match="prompts: 4; must be a multiple of 8"):
+        on_eight(jax.random.key(0), replies=K, max_tokens=S, stop_ids=STOPS)

@@ -264,6 +264,8 @@ STATED = {
     "So it is \\boxed{3.5} million dollars.\nDone.": "So it is \\boxed{3.5} million dollars",
     "Costs fell. Profit was five million dollars.\n---\n": "Profit was five million dollars",
     "5 million": "5 million",
+    "The answer is .5 million dollars.": ".5 million dollars",
+    "**Answer: .75**": ".75",
     "Let me see.</think>The answer is $5": "$5",
 }
 
