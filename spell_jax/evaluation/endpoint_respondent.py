@@ -5,7 +5,8 @@
 2. Each sample is a request with its own seed. OUT/replies.jsonl keeps each reply on arrival, so a
    restart sends only the requests without a reply.
 3. A question with a missing reply has no rows: it is left out of the means, and asked again by a
-   restart. If no reply at all comes to the first requests, the evaluation ends with the reason.
+   restart. If no reply at all comes to the first requests, or none in the first ten minutes, the
+   evaluation ends with the reason.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import logging
 import os
 import pathlib
+import time
 import zlib
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
@@ -43,6 +45,9 @@ ENDPOINT_KEY = "SPELL_ENDPOINT_KEY"  # an environment variable: configs are writ
 REPLIES = "replies.jsonl"
 # Failures without any reply that end an evaluation: a wrong key or name would fail them all.
 _FIRST_FAILURES = 16
+# Seconds for the first reply. A server that hangs would take 4 hours: 8 attempts of 1,800 s. In 600
+# s a server writes 20,480 tokens, the paper's limit for reasoning models, at 34 tokens/s.
+_FIRST_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,20 +162,50 @@ class EndpointRespondent:
             )
             for question, number in places
         ]
-        endpoint, failed = Endpoint(self._config), 0
-        for index, reply in endpoint.chat(requests):
+        for index, reply in self._ask(requests):
             question, number = places[index]
-            if reply is None:
-                failed += 1
-                self._check_failures(endpoint, failed, len(requests))
-                continue
-            if not self._has_reply:
-                self._has_reply = True
-                entry.setup_done()  # from here on the address, the key and the name are right
             row = self._make_row(question, limit, number, reply)
             append_records(self._file, [row])
             rows[*question.key(limit), number] = row
             yield from self._finish(question, limit, rows)
+
+    def _ask(self, requests: Sequence[ChatRequest]) -> Iterator[tuple[int, ChatReply]]:
+        """Yield (index of the request, reply) in order of arrival, without requests that failed."""
+        unanswered = dict(enumerate(requests))
+        if requests and not self._has_reply:
+            for index, reply in self._ask_first(requests):
+                del unanswered[index]
+                yield index, reply
+        indices = list(unanswered)
+        for place, reply in Endpoint(self._config).chat(list(unanswered.values())):
+            if reply is not None:
+                yield indices[place], reply
+
+    def _ask_first(self, requests: Sequence[ChatRequest]) -> Iterator[tuple[int, ChatReply]]:
+        """Yield the replies to the first requests, until there is one; ValueError without any.
+
+        At most `workers` requests wait at a time: a request that waits for a free worker would
+        begin, and hang, after the first failures.
+        """
+        fields = {"timeout_s": _FIRST_SECONDS, "patience_s": _FIRST_SECONDS}
+        endpoint = Endpoint(dataclasses.replace(self._config, **fields))
+        start, failed, count = time.monotonic(), 0, min(_FIRST_FAILURES, len(requests))
+        while failed < count and (not failed or time.monotonic() - start < _FIRST_SECONDS):
+            first, last = failed, min(failed + self._config.workers, count)
+            for place, reply in endpoint.chat(requests[first:last]):
+                if reply is None:
+                    failed += 1
+                    continue
+                if not self._has_reply:
+                    self._has_reply = True
+                    entry.setup_done()  # from here on the address, the key and the name are right
+                yield first + place, reply
+            if self._has_reply:
+                return
+        raise ValueError(
+            f"endpoint = {self._config.url!r}: no reply of {self._config.model!r} to the first "
+            f"{failed} requests {endpoint.last_failure}"
+        )
 
     def _read_replies(self) -> dict[tuple[Any, ...], Row]:
         """Read the rows of replies that earlier starts got: {(*QuestionKey, sample): row}."""
@@ -188,13 +223,6 @@ class EndpointRespondent:
         complete = [row for row in samples if row is not None]
         if len(complete) == len(samples):
             yield key, complete
-
-    def _check_failures(self, endpoint: Endpoint, failed: int, requests: int) -> None:
-        if not self._has_reply and failed >= min(_FIRST_FAILURES, requests):
-            raise ValueError(
-                f"endpoint = {self._config.url!r}: no reply of {self._config.model!r} to the first "
-                f"{failed} requests {endpoint.last_failure}"
-            )
 
     def _prompt(self, question: TokenizedQuestion, limit: int) -> str:
         """Return the message of a question, cut to a limit."""

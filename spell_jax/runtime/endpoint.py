@@ -10,6 +10,7 @@ import email.utils
 import functools
 import json
 import logging
+import math
 import re
 import threading
 import time
@@ -48,6 +49,7 @@ class EndpointConfig:
       max_tokens: limit of a reply, >= 1.
       timeout_s: limit of one attempt, from the first byte sent to the last one read; >= 0.001.
       attempts: requests per prompt, >= 1.
+      patience_s: no attempt starts later than this after a prompt's first one; 0 for no limit.
       backoff_s: pause after the first failed attempt, doubled after each further one.
       longest_wait_s: limit of such a pause, and of a server's Retry-After.
       workers: limit of concurrent requests, >= 1.
@@ -63,6 +65,7 @@ class EndpointConfig:
     max_tokens: int = 8192
     timeout_s: float = 120.0
     attempts: int = 4
+    patience_s: float = 0.0
     backoff_s: float = 1.0
     longest_wait_s: float = 120.0
     workers: int = 8
@@ -81,6 +84,7 @@ class EndpointConfig:
             raise ValueError(f"url = {self.url!r}: must start with http:// or https://, without ?")
         check_least(self, "", attempts=1, workers=1, max_tokens=1, timeout_s=0.001)
         check_least(self, "", temperature=0, backoff_s=0, longest_wait_s=0, requests_per_s=0)
+        check_least(self, "", patience_s=0)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p}: must be above 0 and at most 1")
 
@@ -153,7 +157,8 @@ class Endpoint:
         self._lock = threading.Lock()
         self._retrying = tenacity.Retrying(
             sleep=sleep,
-            stop=tenacity.stop_after_attempt(config.attempts),
+            stop=tenacity.stop_after_attempt(config.attempts)
+            | tenacity.stop_after_delay(config.patience_s or math.inf),
             wait=tenacity.wait_exponential(config.backoff_s, max=config.longest_wait_s),
             retry=tenacity.retry_if_exception(_is_transient),
             reraise=True,
@@ -222,10 +227,11 @@ class Endpoint:
         with self._lock:
             self.failures[kind] += 1
             is_first = self.failures[kind] == 1
-        text = " ".join(str(error.__cause__ or error).split())[:ERROR_SHOWN] or repr(error)
+        text = " ".join(str(error.__cause__ or error).split()) or repr(error)
         text = terminal.printable(text)
         if self.config.api_key:  # a server may repeat the key
-            text = text.replace(self.config.api_key, "[key]")
+            text = _hide_key(text, self.config.api_key)
+        text = text[:ERROR_SHOWN]  # last: a part of the key would not be recognized
         words, fields = (text if is_status else f"{kind}: {text}"), self.config
         remedy = _REMEDIES.get(error.status, "") if is_status else ""
         remedy = remedy.format(key=fields.key_name, model=fields.model, url=fields.url)
@@ -320,6 +326,15 @@ _REMEDIES = {
     405: "check the path of {url!r}, which usually ends in /v1",
 }
 _REMEDIES |= dict.fromkeys((301, 302, 307, 308), "give the address that it redirects to")
+
+
+def _hide_key(text: str, key: str) -> str:
+    """Replace a key in a text, and the beginning of the key at the text's end, by "[key]"."""
+    text = text.replace(key, "[key]")
+    for length in range(len(key) - 1, 3, -1):  # ERROR_BYTES may have cut the key
+        if text.endswith(key[:length]):
+            return text[:-length] + "[key]"
+    return text
 
 
 def _is_transient(error: BaseException) -> bool:

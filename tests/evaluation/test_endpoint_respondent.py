@@ -8,6 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import zlib
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,8 @@ WORDS = tokenizers.load(TINY_POLICY)
 FILES = (runner.SAMPLES, runner.SUMMARY, runner.TABLE)
 QUESTIONS = [f"{name}-{i}" for name in ("number", "text") for i in range(evaluating.ITEMS)]
 ALL = len(QUESTIONS) * evaluating.SAMPLES
+# The last request is the one that a reply belongs to.
+ONE_WORKER = Traffic(1, attempts=1)
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +54,18 @@ def reply(server: Server) -> Answer:
     return completion(say(body["messages"][0]["content"], body["seed"]))
 
 
-def evaluate(server: Server, out: pathlib.Path, sampling=None, **changes: Any) -> dict[str, Any]:
+def evaluate(
+    server: Server,
+    out: pathlib.Path,
+    sampling=None,
+    traffic: Traffic = ONE_WORKER,
+    **changes: Any,
+) -> dict[str, Any]:
     fields = {"policy": "", "benchmarks": ("number", "text"), "data": "x", "max_input": (0,)}
     fields |= {"endpoint": server.url, "model": "m"} | changes
     sampling = sampling or EvaluationSampling(evaluating.SAMPLES, 0.7, 0.95)
     config = runner.EvaluationConfig(**fields, sampling=sampling)
-    # One worker: the last request is the one that a reply belongs to.
-    return runner.evaluate(config, out, "m", traffic=Traffic(1, attempts=1))
+    return runner.evaluate(config, out, "m", traffic=traffic)
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -229,6 +237,30 @@ def test_an_evaluation_without_any_reply_ends_with_the_servers_words(server, tmp
     with pytest.raises(ValueError, match="to the first 16 requests"):
         evaluate(server, tmp_path / "more", EvaluationSampling(8))
     assert len(server.requests) <= 18  # not all 48
+
+
+def test_a_server_that_hangs_ends_the_evaluation_after_the_first_timeout(
+    server, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(endpoint_respondent, "_FIRST_SECONDS", 0.1)
+    released = threading.Event()
+
+    def hang(*_: object) -> Answer:
+        released.wait(10)
+        return 500, ""
+
+    server.respond = hang
+    with pytest.raises(ValueError, match=r"to the first 3 requests \(APITimeoutError: "):
+        evaluate(server, tmp_path, traffic=Traffic(3, attempts=8))
+    released.set()
+    assert len(server.requests) == 3  # no second attempt, and no further request
+
+
+def test_a_busy_server_is_asked_again_for_its_first_reply(server, tmp_path):
+    refused = 429, "", {"Retry-After": "0"}
+    server.respond = lambda _, times: refused if times == 1 else reply(server)
+    evaluate(server, tmp_path, traffic=Traffic(1, attempts=2), benchmarks=("number",))
+    assert len(read(tmp_path / runner.SAMPLES)) == ALL // 2
 
 
 def test_fields_that_an_endpoint_refuses_are_left_out(server, caplog):

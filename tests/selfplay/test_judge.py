@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spell_jax.runtime import endpoint as endpoints
 from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.selfplay import prompts
 from spell_jax.selfplay.judge import (
@@ -410,6 +411,19 @@ def test_words_of_a_server_are_cut_and_without_the_key(server, caplog):
     message = caplog.records[0].getMessage()
     assert "key [key] is wrong \\x1b[2J" in message and "sk-secret" not in caplog.text
     assert len(message) < 600
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "x" * (endpoints.ERROR_SHOWN - 4) + "sk-secret of a team",
+        "x" + " " * (endpoints.ERROR_BYTES - 8) + "sk-secret",
+    ],
+)
+def test_a_key_across_the_cut_of_a_servers_words_is_not_logged(server, caplog, body):
+    server.respond = lambda *_: (401, body)
+    make_judge(server.url, api_key="sk-secret").judge([item("a")])
+    assert "(401 x" in caplog.text and "sk-" not in caplog.text
 
 
 def test_error_of_a_compressed_body_is_bounded(server, caplog):
