@@ -103,8 +103,8 @@ def aggregate(
 
     `scores` maps at least one benchmark, then its questions, to n scores in [0, 1]. The result is
     JSON-serializable, with k at most n: {"benchmarks" | "columns": {name: {"pass@k": {"mean",
-    "low", "high"}}}, "average" | "task_mean": {"pass@k": ...}}. A benchmark without questions is a
-    ValueError.
+    "low", "high"}}}, "average" | "task_mean": {"pass@k": ...}}. A benchmark without questions has
+    no numbers, {}; likewise its column and the two means, which would not compare.
     """
     # pass@k needs k scores of every question.
     samples = min(
@@ -115,21 +115,30 @@ def aggregate(
         ),
         default=0,
     )
-    numbers: dict[str, Any] = {"benchmarks": {}, "columns": {}, "average": {}, "task_mean": {}}
+    members_of = columns(scores, shared)
+    numbers: dict[str, Any] = {
+        "benchmarks": {name: {} for name in scores},
+        "columns": {title: {} for title in members_of},
+        "average": {},
+        "task_mean": {},
+    }
     for kind, k in _pass_at(samples).items():
         by_name = {
             name: _estimate_best(benchmark_scores, k, name, seed)
             for name, benchmark_scores in scores.items()
+            if benchmark_scores
         }
         by_column = {
             title: mean([by_name[name] for name in members])
-            for title, members in columns(scores, shared).items()
+            for title, members in members_of.items()
+            if by_name.keys() >= set(members)
         }
         for part, estimates in (("benchmarks", by_name), ("columns", by_column)):
             for name, best_estimate in estimates.items():
-                numbers[part].setdefault(name, {})[kind] = best_estimate.record()
-        numbers["average"][kind] = mean(by_column.values()).record()
-        numbers["task_mean"][kind] = mean(by_name.values()).record()
+                numbers[part][name][kind] = best_estimate.record()
+        if len(by_name) == len(scores):
+            numbers["average"][kind] = mean(by_column.values()).record()
+            numbers["task_mean"][kind] = mean(by_name.values()).record()
     return numbers
 
 
@@ -157,8 +166,7 @@ def summarize(
     also has "by": [{field: value, "questions", "pass@k": {"mean", "low", "high"}}], with one entry
     per combination of field values, sorted by these values. Where verdicts of a judge are missing,
     the summary has "unjudged": {column: number of answers}. `left_out` are questions without rows,
-    (max_input, benchmark, id); "left_out" counts them, {column: number of questions}. A benchmark
-    without any rows is a ValueError.
+    (max_input, benchmark, id); "left_out" counts them, {column: number of questions}.
     """
     summaries = []
     for limit in limits:
@@ -217,11 +225,11 @@ def _parts(
 
 
 def _counts(groups: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return further statistics of a benchmark: counts, and means over its samples."""
+    """Return further statistics of a benchmark: counts, and means over its samples; None without any."""
     rows = [row for group in groups for row in group]
 
-    def share(values: Iterable[float]) -> float:
-        return sum(values) / len(rows)
+    def share(values: Iterable[float]) -> float | None:
+        return sum(values) / len(rows) if rows else None
 
     verdicts = [row["judge"] for row in rows if row["judge"] is not None]
     return {
@@ -240,7 +248,7 @@ def _counts(groups: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
 
 
 def _mean_count(counts: Iterable[int | None]) -> float | None:
-    """Return the mean of the known counts; None if an endpoint tells none."""
+    """Return the mean of the known counts; None if there are none."""
     known_counts = [count for count in counts if count is not None]
     return sum(known_counts) / len(known_counts) if known_counts else None
 
@@ -251,7 +259,7 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> str:
     A summary is {"policy", "titles": {benchmark: title}, "rows": [{"max_input"} | aggregate()]}.
     The first summary determines the columns; missing values are left empty. A star marks a mean
     over answers that lack the verdict of a judge, a dagger a mean without questions that lack a
-    reply; notes below the table count them.
+    reply; notes below the table count them. A dagger alone stands for a mean of no questions.
     """
     first = summaries[0]
     titles, names = first["titles"], list(first["rows"][0]["columns"])
@@ -265,7 +273,8 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> str:
     ]
     rows.sort(key=lambda row: row[0])  # stable: policies keep their order
     parts = []
-    for kind in first["rows"][0]["average"]:
+    kinds = [kind for row in first["rows"] for column in row["columns"].values() for kind in column]
+    for kind in dict.fromkeys(kinds):
         lines = [heads, ["---", "---", *["---:"] * (len(heads) - 2)]]
         for limit, policy, row in rows:
             cells = [_cell(row["columns"].get(n, {}).get(kind), _marks(row, n)) for n in names]
@@ -311,7 +320,7 @@ def _marks(row: Mapping[str, Any], column: str = "") -> str:
 
 def _cell(interval: Mapping[str, float] | None, marks: str) -> str:
     if interval is None:
-        return ""
+        return marks
     mean, low, high = (100 * interval[name] for name in ("mean", "low", "high"))
     return f"{mean:.1f}{marks} ({low:.1f} to {high:.1f})"
 

@@ -230,8 +230,9 @@ def evaluate(
         write_lines(out / TABLE, [protocol.table([summary, *compared])])
         (out / PLOTS).mkdir(exist_ok=True)
         for suite in benchmarks:
-            if suite.by:
-                parts = {r["max_input"]: r["benchmarks"][suite.name]["by"] for r in summary["rows"]}
+            numbers = {r["max_input"]: r["benchmarks"][suite.name] for r in summary["rows"]}
+            # A benchmark without any reply has no parts.
+            if parts := {limit: part["by"] for limit, part in numbers.items() if "by" in part}:
                 figures.plot_breakdown(out / PLOTS / f"{suite.name}.png", suite.title, parts)
         return summary
 
@@ -303,7 +304,7 @@ def _summarize(
     return {
         "policy": name,
         "judge": judge[0] if judge else None,
-        "rule": judge[1] if judge else None,
+        "judge_rule": judge[1] if judge else None,
         "limit": config.limit,
         **dataclasses.asdict(sampling),
         "titles": {benchmark.name: benchmark.title for benchmark in benchmarks},

@@ -203,6 +203,17 @@ def test_questions_without_a_reply_are_left_out_counted_and_asked_again(server, 
         assert (tmp_path / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def test_a_benchmark_without_any_reply_has_an_empty_column(server, tmp_path):
+    refused = {item.prompt for item in evaluating.load("text", "").items}
+    too_long = 400, '{"message": "too long"}'
+    server.respond = lambda prompt, _: too_long if prompt in refused else reply(server)
+    (row,) = evaluate(server, tmp_path)["rows"]
+    assert row["left_out"] == {"text": evaluating.ITEMS} and row["columns"]["text"] == {}
+    assert row["benchmarks"]["number"]["pass@1"]["mean"] >= 0 and row["average"] == {}
+    cells = (tmp_path / runner.TABLE).read_text().splitlines()[4].split("|")[3:6]
+    assert [cell.strip() for cell in cells[1:]] == ["†", "†"] and cells[0].strip()[0].isdecimal()
+
+
 def test_a_killed_evaluation_sends_only_what_lacks_a_reply(server, tmp_path, monkeypatch):
     server.respond = lambda *_: reply(server)
     evaluate(server, tmp_path / "whole")

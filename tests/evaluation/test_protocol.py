@@ -117,9 +117,29 @@ def test_intervals_match_the_normal_approximation():
     assert width == pytest.approx(2 * half / math.sqrt(2), rel=0.1)
 
 
-def test_benchmark_without_questions_is_rejected():
+def test_estimate_of_no_questions_is_rejected():
     with pytest.raises(ValueError, match="frames: has no questions"):
-        protocol.aggregate({"frames": []}, SHARED, 0)
+        protocol.estimate([], "frames", 0)
+
+
+def test_benchmark_without_a_reply_has_an_empty_column_and_leaves_the_means_empty():
+    """An endpoint may refuse all prompts of a benchmark; the shared column of Table 1 needs all."""
+    names = ["2wikimqa", "hotpotqa", "musique", "frames"]
+    rows = [sample(name, 16384, 1) for name in (*names[:2], "frames")]
+    left_out = [(16384, "musique", "a"), (16384, "musique", "b")]
+    (row,) = protocol.summarize(rows, names, [16384], 1, SHARED, 0, left_out)
+    assert list(row["columns"]) == ["LB-MQA", "frames"] and row["columns"]["LB-MQA"] == {}
+    assert row["average"] == row["task_mean"] == {} and row["left_out"] == {"LB-MQA": 2}
+    assert (row["benchmarks"]["musique"]["questions"], row["benchmarks"]["musique"]["rule"]) == (
+        0,
+        None,
+    )
+    assert row["benchmarks"]["hotpotqa"]["pass@1"]["mean"] == 1
+    summary = {"policy": "p", "titles": dict(zip(names, names, strict=True)), "rows": [row]}
+    *_, line, _, note = protocol.table([summary]).splitlines()
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == ["16K", "p", "†", "100.0 (100.0 to 100.0)", "†", "†"]
+    assert note == "† p, 16K: no reply to 2 questions of LB-MQA, which the means leave out."
 
 
 def test_table_abbreviates_input_limits():
