@@ -225,7 +225,7 @@ def _parts(
 
 
 def _counts(groups: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return further statistics of a benchmark: counts, and means over its samples; None without any."""
+    """Return counts of a benchmark, and means over its samples; without samples, means are None."""
     rows = [row for group in groups for row in group]
 
     def share(values: Iterable[float]) -> float | None:
