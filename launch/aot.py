@@ -41,7 +41,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from absl import flags
+from absl import app, flags
 from ml_collections import config_flags
 
 from launch import topologies
@@ -467,7 +467,15 @@ def read_flags(
     )
 
 
+def check_flags(flag_values: flags.FlagValues) -> None:
+    """Raise UsageError if a flag of a run is given with --program, which ignores it."""
+    for name in ("phase", "policy", "layers", "length"):
+        if flag_values.program and flag_values[name].present:
+            raise app.UsageError(f"--{name}: has no effect with --program, must not be given")
+
+
 def main(_) -> None:
+    check_flags(flags.FLAGS)
     # These programs are large, and a later run would not hit them in the cache.
     jax.config.update("jax_enable_compilation_cache", False)
     if flags.FLAGS.program:

@@ -12,7 +12,7 @@
         [--lm_eval_tasks=FOLDER] [--lm_eval_examples=5] [--lm_eval_chat] [--limit=N]
     python -m spell_jax.evaluate --judgment=outcome|diversity --answers=TREE.jsonl --out=DIR
     python -m spell_jax.evaluate --judgment=errors --answers=OTHER_OUT --data=FOLDER
-        --benchmarks=longbench_v2_sdq,... --out=DIR
+        --benchmarks=longbench_v2_sdq,... [--max_input=ONE] --out=DIR
     python -m spell_jax.evaluate --lengths --policy=DIR --benchmarks=... --data=FOLDER --out=DIR
 
 The first command:
@@ -64,6 +64,7 @@ from spell_jax.evaluation import policy_flags
 from spell_jax.evaluation.benchmarks import registry
 from spell_jax.policy.choices import ROPE_SCALINGS, THINKING
 from spell_jax.runtime import entry
+from spell_jax.selfplay.judge import JUDGE_RULES
 
 
 def main(_) -> None:
@@ -175,5 +176,11 @@ if __name__ == "__main__":
         "Judge answers that are on disk: outcome, diversity of reasonings or kinds of errors.",
     )
     flags.DEFINE_string("answers", "", "File or folder of answers, with --judgment.")
+    flags.DEFINE_enum(
+        "rule",
+        "match_or_judge",
+        JUDGE_RULES,
+        "Score of judged answers: the judge alone, or the larger of the rule and the judge.",
+    )
     policy_flags.define_flags()
     entry.run_main(main)

@@ -20,9 +20,10 @@ and "answer" and "evidence" (a list) if they are known. The policy samples --wid
 --evidence_by selects one, and the policy reasons from it (algorithms/eapo/evidence_tree.py).
 "judge" is the policy itself, another one (--judge_policy) or a chat endpoint (--judge_url,
 --judge_model, key in $SPELL_JUDGE_KEY), "oracle" the known evidence. A line of the output has the
-whole tree ("branches", "reasonings"), "prediction", "right" (by the rule) if the answer is known,
-and "best_chosen" if the evidence is. With --every_branch it also has "paths", an answer from each
-well-formed set of evidence. spell_jax.evaluate --judgment has a judge read such a file.
+whole tree ("branches", "reasonings"), "prediction" and "stated" (the answer as the rule and a judge
+read it), "right" (by the rule) if the answer is known, and "best_chosen" if the evidence is. With
+--every_branch it also has "paths", an answer from each well-formed set of evidence.
+spell_jax.evaluate --judgment has a judge read such a file.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ from typing import Any
 
 import jax
 import pytest
+from absl import flags
 
+from launch import commands
 from spell_jax.evaluation import judge as judging
 from spell_jax.evaluation import runner
 from spell_jax.evaluation.answering import EvaluationSampling
@@ -34,6 +36,7 @@ SIZES = SamplerConfig(kv_cache_tokens=512, slots=8, prefill_tokens=128, page_siz
 LIMITS = (24, 40)
 ITEMS = 3
 SAMPLES = 2
+FLAGS = tuple(flag.name for flag in commands.find()["spell_jax.evaluate"].flags)
 
 
 def load(
@@ -66,6 +69,15 @@ def load(
         max_tokens={"text": 5, "number": 4}[name],
         by=("parity",) if name == "text" else (),
     )
+
+
+def parse_flags(*arguments: str) -> flags.FlagValues:
+    """Parse arguments by flags with the names of spell_jax.evaluate's flags; all are texts."""
+    values = flags.FlagValues()
+    for name in FLAGS:
+        flags.DEFINE_string(name, "", "", flag_values=values)
+    values(["evaluate", *arguments])
+    return values
 
 
 def _sum(text: str) -> int:

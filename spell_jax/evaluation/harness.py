@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
+from spell_jax.evaluation import policy_flags
 from spell_jax.evaluation.policy_sampler import SIZES, Policy
 from spell_jax.evaluation.runner import policy_folder
 from spell_jax.policy.choices import THINKING
@@ -107,9 +108,10 @@ def check_flags(flag_values: flags.FlagValues) -> None:
         if flag_values.lm_eval
         else ("benchmarks", (*OWN_FLAGS, "answers"))
     )
-    useless = [name for name in excluded_flags if flag_values[name].present]
-    if useless:
-        raise app.UsageError(f"--{useless[0]}: has no effect with --{mode}, must not be given")
+    policy_flags.refuse(flag_values, excluded_flags, f"with --{mode}")
+    if not flag_values.endpoint:
+        limits = ("endpoint_workers", "endpoint_rate")
+        policy_flags.refuse(flag_values, limits, "without --endpoint")
 
 
 def from_flags(flag_values: Any) -> HarnessConfig:

@@ -56,18 +56,14 @@ def make_judge(
 
     `template` replaces --judge_template's. The replies are kept in OUT/judge.jsonl. `sizes` are the
     sampler sizes of a judging policy.
-    Raises UsageError if only one of --judge_url and --judge_model is set, an endpoint and a policy,
-    or no judge for --rule=judge; and the errors of EndpointConfig and
-    weights.read_config_and_tokenizer.
+    Raises UsageError if only one of --judge_url and --judge_model is set, or an endpoint and a
+    policy; and the errors of EndpointConfig and weights.read_config_and_tokenizer.
     """
     if bool(flag_values.judge_url) != bool(flag_values.judge_model) or (
         flag_values.judge_url and flag_values.judge_policy
     ):
         raise app.UsageError("--judge_url and --judge_model go together, without --judge_policy")
     if not (flag_values.judge_url or flag_values.judge_policy):
-        if flag_values.rule == "judge":
-            needs = "--judge_url and --judge_model, or --judge_policy, must be given"
-            raise app.UsageError(f"--rule=judge: {needs}")
         return None
     cache_file = out / REPLIES if jax.process_index() == 0 else None
     if flag_values.judge_policy:

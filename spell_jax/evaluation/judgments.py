@@ -1,6 +1,6 @@
 """Judgments of answers that are on disk already, for spell_jax.evaluate --judgment.
 
-1. "outcome": a judge grades each prediction of a tree of evidence (spell_jax.generate
+1. "outcome": a judge grades each stated answer of a tree of evidence (spell_jax.generate
    --mode=evidence_tree) against the known answer (EAPO's Figure 3). Without a verdict the rule's
    score stands.
 2. "diversity": a judge says whether the reasonings of a question, in such a file, differ in
@@ -23,7 +23,7 @@ from typing import Any
 
 from absl import app, flags
 
-from spell_jax.evaluation import harness, runner
+from spell_jax.evaluation import policy_flags, runner
 from spell_jax.evaluation.benchmarks import registry
 from spell_jax.evaluation.judge import make_judge
 from spell_jax.runtime import distributed, entry, paths
@@ -48,12 +48,16 @@ TEMPLATES: dict[str, Template] = {
     "diversity": (Prompts.reasoning_diversity, functools.partial(parse_letter, letters="AB")),
     "errors": (Prompts.error_kind, functools.partial(parse_letter, letters="ABC")),
 }
-# Flags that sample, or belong to tasks of the harness.
-USELESS_FLAGS = (
-    *("policy", "workdir", "lm_eval", *harness.OWN_FLAGS, "prose", "max_input", "samples"),
-    *("temperature", "top_p", "max_tokens", "limit", "seed", "thinking", "rope_scaling"),
-    *("rope_factor", "name", "compare", "columns", "answer_format", "rule"),
+# Flags of every judgment, and of one.
+COMMON_FLAGS = (
+    *("judgment", "answers", "out", "judge_url", "judge_model", "judge_policy"),
+    *("judge_max_tokens", "judge_workers", "judge_rate", "dtype", *policy_flags.SIZES),
 )
+OWN_FLAGS = {
+    "outcome": ("judge_template",),
+    "diversity": (),
+    "errors": ("data", "benchmarks", "max_input"),
+}
 
 Record = dict[str, Any]
 
@@ -78,13 +82,8 @@ class AnswerOnDisk:
 def check_flags(flag_values: flags.FlagValues) -> None:
     """Raise UsageError if a flag has no effect with --judgment, or one that it needs is missing."""
     judgment = flag_values.judgment
-    data_flags = () if judgment == "errors" else ("data", "benchmarks")
-    template_flags = () if judgment == "outcome" else ("judge_template",)
-    for name in (*USELESS_FLAGS, *data_flags, *template_flags):
-        if flag_values[name].present:
-            raise app.UsageError(
-                f"--{name}: has no effect with --judgment={judgment}, must not be given"
-            )
+    useful = (*COMMON_FLAGS, *OWN_FLAGS[judgment])
+    policy_flags.refuse_others(flag_values, useful, f"with --judgment={judgment}")
     needed_flags = ("answers", "benchmarks", "data") if judgment == "errors" else ("answers",)
     for name in needed_flags:
         if not flag_values[name].value:
@@ -132,8 +131,9 @@ def judge_answers(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> 
 def count_verdicts(answers: Sequence[AnswerOnDisk], names: Sequence[str]) -> Record:
     """Return {"answers", "asked", "malformed", "unanswered": counts, "shares": {name: share}}.
 
-    Shares are over all answers. Answers that lack a verdict are taken to have the verdicts of the
-    asked ones that have it; "shares" is empty if no asked answer has one.
+    Shares are over all answers. An answer without a verdict of the judge counts as what holds
+    without it ("outcome": the rule's score), or else in the proportions of the judge's verdicts;
+    "shares" is empty if no asked answer has a verdict.
     """
     asked_answers = [answer for answer in answers if answer.item is not None]
     settled = Counter(answer.verdict for answer in answers if answer.item is None)
@@ -169,13 +169,13 @@ def _read_outcomes(flag_values: Any) -> list[AnswerOnDisk]:
 
 def _outcome(line: Any) -> AnswerOnDisk:
     question, answer = _text(line, "question"), _text(line, "answer")
-    is_right, prediction = line["right"], line["prediction"]
-    if type(is_right) is not bool or not isinstance(prediction, str | None):
-        raise ValueError(f"right = {is_right!r}, prediction = {prediction!r:.80}: wrong types")
-    record = {"question": question, "prediction": prediction, "right": is_right}
-    # A question without a prediction is wrong; a judge need not read it.
-    item = (question, prediction, answer) if prediction else None
-    return AnswerOnDisk(record, item, "right" if is_right and prediction else "wrong")
+    is_right, stated = line["right"], line["stated"]
+    if type(is_right) is not bool or not isinstance(stated, str | None):
+        raise ValueError(f"right = {is_right!r}, stated = {stated!r:.80}: wrong types")
+    record = {"question": question, "stated": stated, "right": is_right}
+    # A question without an answer is wrong; a judge need not read it.
+    item = (question, stated, answer) if stated else None
+    return AnswerOnDisk(record, item, "right" if is_right and stated else "wrong")
 
 
 def _read_reasonings(flag_values: Any) -> list[AnswerOnDisk]:
@@ -223,10 +223,19 @@ def _read_errors(flag_values: Any) -> list[AnswerOnDisk]:
     }
     path = folder / runner.SAMPLES
     rows, _ = require_records(path, _scored_row, f"answers = {path}", "a scored answer")
-    answers = list(_errors(rows, items, flag_values.benchmarks, str(path)))
-    if not answers:
-        raise ValueError(f"{path}: has no answers of {', '.join(flag_values.benchmarks)}")
-    return answers
+    rows = [row for row in rows if row["benchmark"] in flag_values.benchmarks]
+    if limits := flag_values.max_input:
+        rows = [row for row in rows if str(row["max_input"]) in limits]
+    if not rows:
+        at = f" at --max_input={','.join(limits)}" if limits else ""
+        raise ValueError(f"{path}: has no answers of {', '.join(flag_values.benchmarks)}{at}")
+    # Shares over two limits would compare with no figure.
+    if len(present_limits := sorted({row["max_input"] for row in rows})) > 1:
+        raise ValueError(
+            f"{path}: has answers at the limits {', '.join(map(str, present_limits))}; "
+            "--max_input must name one"
+        )
+    return list(_errors(rows, items, str(path)))
 
 
 def _scored_row(row: Any) -> Record:
@@ -237,9 +246,9 @@ def _scored_row(row: Any) -> Record:
 
 
 def _errors(
-    rows: Sequence[Record], items: dict[tuple[str, str], tuple[str, str]], names: Any, where: str
+    rows: Sequence[Record], items: dict[tuple[str, str], tuple[str, str]], where: str
 ) -> Iterator[AnswerOnDisk]:
-    for row in (row for row in rows if row["benchmark"] in names):
+    for row in rows:
         text = visible_text(row.pop("text")) or ""
         key = row["benchmark"], row["id"]
         if key not in items:

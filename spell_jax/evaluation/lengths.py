@@ -13,23 +13,23 @@ from typing import Any
 
 from absl import app, flags
 
-from spell_jax.evaluation import figures, runner
-from spell_jax.evaluation.benchmarks import registry
+from spell_jax.evaluation import figures, policy_flags, runner
 from spell_jax.policy import weights
+from spell_jax.policy.choices import THINKING
 from spell_jax.policy.model import find_folder
 from spell_jax.runtime import distributed, entry
 from spell_jax.runtime.jsonl import write_json
 
 RESULT, PLOT = "lengths.json", "lengths.png"
-# Flags that sample, score or judge.
-USELESS_FLAGS = ("lm_eval", "judgment", "answers", "samples", "max_input", "max_tokens", "rule")
+USEFUL_FLAGS = (
+    *("lengths", "out", "policy", "workdir", "benchmarks", "data", "prose", "limit"),
+    *("answer_format", "thinking"),
+)
 
 
 def check_flags(flag_values: flags.FlagValues) -> None:
     """Raise UsageError if a flag has no effect with --lengths, or there are no benchmarks."""
-    for name in USELESS_FLAGS:
-        if flag_values[name].present:
-            raise app.UsageError(f"--{name}: has no effect with --lengths, must not be given")
+    policy_flags.refuse_others(flag_values, USEFUL_FLAGS, "with --lengths")
     if not flag_values["benchmarks"].value:
         raise app.UsageError("--benchmarks: must be given with --lengths")
 
@@ -41,13 +41,10 @@ def measure(flag_values: Any, out: pathlib.Path) -> dict[str, Any]:
     weights.read_config_and_tokenizer.
     """
     folder = find_folder(runner.policy_folder(flag_values), "policy")
-    _, tokenizer = weights.read_config_and_tokenizer(folder)
+    _, tokenizer = weights.read_config_and_tokenizer(folder, THINKING[flag_values.thinking])
     lengths: dict[str, list[int]] = {}
     for name in flag_values.benchmarks:
-        place = registry.find_folder(name, flag_values.data)
-        benchmark = registry.load(
-            name, place, flag_values.limit or None, tokenizer, prose=flag_values.prose
-        )
+        benchmark = runner.load_benchmark(flag_values, name, tokenizer)
         # The whole prompt, with its chat layout: no limit cuts it here.
         lengths[name] = sorted(len(tokenizer.chat(item.prompt)) for item in benchmark.items)
     entry.setup_done()  # until here an error is a mistake in the flags or a file

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
-from absl import flags
+from absl import app, flags
 
 from spell_jax.policy.choices import DTYPES
-from spell_jax.selfplay.judge import JUDGE_RULES, JUDGE_TEMPLATES
+from spell_jax.selfplay.judge import JUDGE_TEMPLATES
 
 # Sampler sizes that depend on the machine's memory (policy_sampler.SIZES). They stand here, because
 # --help must not wait for the import of JAX.
 SIZES: dict[str, Any] = {"kv_cache_tokens": 65_536, "slots": 512, "prefill_tokens": 8192}
 
-
 JUDGMENTS = ("outcome", "diversity", "errors")  # of spell_jax.evaluate --judgment
+# Modules of flags that every command has, such as --verbosity and --debug.
+_GENERAL = ("absl.", "spell_jax.runtime.")
 
 
 def define_flags() -> None:
@@ -27,12 +29,6 @@ def define_flags() -> None:
         "yes_no",
         list(JUDGE_TEMPLATES),
         "Verdicts of the judge: yes or no, or EAPO's three grades.",
-    )
-    flags.DEFINE_enum(
-        "rule",
-        "match_or_judge",
-        JUDGE_RULES,
-        "Score of judged answers: the judge alone, or the larger of the rule and the judge.",
     )
     flags.DEFINE_integer("judge_max_tokens", 8192, "Maximum length of a judge's reply in tokens.")
     flags.DEFINE_integer("judge_workers", 16, "Maximum number of concurrent requests to the judge.")
@@ -49,3 +45,23 @@ def define_flags() -> None:
         SIZES["prefill_tokens"],
         "Maximum number of prompt tokens per prefill call.",
     )
+
+
+def refuse(flag_values: flags.FlagValues, names: Iterable[str], where: str) -> None:
+    """Raise UsageError for the first of the flags `names` that the command line gives.
+
+    `where` says when the flag has no effect, such as "with --lengths".
+    """
+    for name in names:
+        if flag_values[name].present:
+            raise app.UsageError(f"--{name}: has no effect {where}, must not be given")
+
+
+def refuse_others(flag_values: flags.FlagValues, useful: Collection[str], where: str) -> None:
+    """Raise UsageError for a flag of the command that is given and not `useful`; see `refuse`."""
+    command_flags = (
+        name
+        for name in flag_values
+        if not str(flag_values.find_module_defining_flag(name)).startswith(_GENERAL)
+    )
+    refuse(flag_values, [name for name in command_flags if name not in useful], where)

@@ -115,8 +115,11 @@ def from_flags(flag_values: Any) -> EvaluationConfig:
     """Make the config from the flags of spell_jax/evaluate.py.
 
     Raises UsageError if not exactly one flag names the policy, a flag does not go with an endpoint,
-    or --max_input has no numbers; ValueError if a flag is out of range.
+    --max_input has no numbers, or --rule=judge has no judge; ValueError if a flag is out of range.
     """
+    if flag_values.rule == "judge" and not (flag_values.judge_url or flag_values.judge_policy):
+        needs = "--judge_url and --judge_model, or --judge_policy, must be given"
+        raise app.UsageError(f"--rule=judge: {needs}")
     folder = "" if _has_endpoint(flag_values) else policy_folder(flag_values)
     if not all(map(str.isdecimal, flag_values.max_input or ())):
         raise app.UsageError(f"--max_input = {flag_values.max_input}: must be numbers of tokens")
@@ -191,7 +194,8 @@ def evaluate(
     """
     out = pathlib.Path(out)
     respondent = _make_respondent(config, out, sizes, traffic)
-    benchmarks = [_load(config, title, respondent.tokenizer) for title in config.benchmarks]
+    tokenizer = respondent.tokenizer
+    benchmarks = [load_benchmark(config, title, tokenizer) for title in config.benchmarks]
     description = _describe(config, respondent, benchmarks)
     rows: dict[QuestionKey, list[Row]] = {}  # like `compared`, on process 0 only
     compared: list[dict[str, Any]] = []
@@ -283,10 +287,14 @@ def _list_left_out(path: pathlib.Path, keys: Sequence[QuestionKey]) -> None:
     )
 
 
-def _load(config: EvaluationConfig, name: str, tokenizer: Tokenizer | None) -> Benchmark:
-    folder, limit = registry.find_folder(name, config.data), config.limit or None
-    layout = config.answer_format
-    prose = remote.fetch(config.prose) if config.prose else ""
+def load_benchmark(options: Any, name: str, tokenizer: Tokenizer | None) -> Benchmark:
+    """Load a benchmark by the fields of an EvaluationConfig, or the flags of the same names.
+
+    Uses `data`, `limit`, `answer_format` and `prose`; raises the errors of registry.load.
+    """
+    folder, limit = registry.find_folder(name, options.data), options.limit or None
+    layout = options.answer_format
+    prose = remote.fetch(options.prose) if options.prose else ""
     return registry.load(name, folder, limit, tokenizer, layout, prose)
 
 

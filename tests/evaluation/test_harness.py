@@ -130,7 +130,7 @@ def parse(*arguments: str) -> flags.FlagValues:
     values = flags.FlagValues()
     for name in ("benchmarks", "lm_eval", *harness.OWN_FLAGS, *harness.BENCHMARK_FLAGS):
         flags.DEFINE_string(name, "default", "", flag_values=values)
-    for name in ("benchmarks", "lm_eval", "data"):
+    for name in ("benchmarks", "lm_eval", "data", "endpoint"):
         values[name].value = None
     values(["evaluate", *arguments])
     return values
@@ -139,6 +139,7 @@ def parse(*arguments: str) -> flags.FlagValues:
 def test_flags_of_the_other_mode_are_refused():
     harness.check_flags(parse("--lm_eval=a", "--lm_eval_tasks=b"))
     harness.check_flags(parse("--benchmarks=a", "--data=b", "--samples=8"))
+    harness.check_flags(parse("--benchmarks=a", "--endpoint=b", "--endpoint_rate=1"))
     for arguments, message in (
         ((), "--benchmarks or --lm_eval: exactly one"),
         (("--lm_eval=a", "--benchmarks=b", "--data=c"), "--benchmarks or --lm_eval: exactly one"),
@@ -147,6 +148,8 @@ def test_flags_of_the_other_mode_are_refused():
         (("--lm_eval=a", "--judge_url=b"), "--judge_url: has no effect with --lm_eval"),
         (("--lm_eval=a", "--temperature=default"), "--temperature: has no effect"),
         (("--benchmarks=a", "--data=b", "--lm_eval_chat=1"), "--lm_eval_chat: has no effect"),
+        (("--benchmarks=a", "--endpoint_rate=1"), "--endpoint_rate: has no effect without --end"),
+        (("--benchmarks=a", "--endpoint_workers=1"), "--endpoint_workers: has no effect without"),
     ):
         with pytest.raises(app.UsageError, match=message):
             harness.check_flags(parse(*arguments))

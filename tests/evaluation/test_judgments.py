@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from absl import app, flags
+from absl import app
 
 from spell_jax.evaluation import judge as judging
-from spell_jax.evaluation import judgments, runner
+from spell_jax.evaluation import judgments, policy_flags, runner
 from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.runtime.jsonl import write_records
 from tests import evaluating
@@ -25,7 +25,7 @@ DOWN = 400, "no such model"
 
 def make_flags(url: str, judgment: str, answers: Path, **changes: Any) -> SimpleNamespace:
     values = {"judgment": judgment, "answers": str(answers), "judge_template": "grades"}
-    values |= {"judge_url": url, "judge_model": "m", "judge_policy": "", "rule": "match_or_judge"}
+    values |= {"judge_url": url, "judge_model": "m", "judge_policy": "", "max_input": None}
     values |= {"judge_max_tokens": 9, "judge_workers": 2, "judge_rate": 0.0}
     return SimpleNamespace(**values | changes)
 
@@ -49,8 +49,8 @@ def judge(
     return result, [json.loads(line) for line in lines]
 
 
-def tree_line(question: str, prediction: str | None, right: bool, **fields: Any) -> dict[str, Any]:
-    line = {"question": question, "answer": "Paris", "prediction": prediction, "right": right}
+def tree_line(question: str, stated: str | None, right: bool, **fields: Any) -> dict[str, Any]:
+    line = {"question": question, "answer": "Paris", "stated": stated, "right": right}
     return line | {"reasonings": []} | fields
 
 
@@ -61,7 +61,7 @@ def test_judge_decides_on_the_outcome_of_trees(server, tmp_path):
         tree_line("Q2?", None, False),
         tree_line("Q3?", "Paris", True),  # the judge writes no grade: the rule's score stands
         tree_line("Q4?", "Rome", False),  # no reply, likewise
-        {"question": "Q5?", "prediction": "Rome"},  # no known answer
+        {"question": "Q5?", "stated": "Rome"},  # no known answer
     ]
     write_records(tmp_path / "tree.jsonl", lines)
     flag_values = make_flags(server.url, "outcome", tmp_path / "tree.jsonl")
@@ -156,6 +156,24 @@ def test_judge_sorts_errors_into_kinds(server, tmp_path, monkeypatch):
     assert not any("think" in prompt or "long prompt" in prompt for prompt in prompts)
 
 
+def test_errors_at_several_limits_are_not_one_share(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(judgments.registry, "load", load)
+    write_evaluation(tmp_path / "in", {"0": (0.0, "a"), "1": (1.0, "b")})
+    path = tmp_path / "in" / runner.SAMPLES
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    write_records(path, [*rows, rows[0] | {"max_input": 20}])
+    fields = {"benchmarks": ["lb"], "data": str(tmp_path)}
+    flag_values = make_flags(server.url, "errors", tmp_path / "in", **fields)
+    with pytest.raises(ValueError, match="has answers at the limits 9, 20; --max_input must name"):
+        judge(server, {}, flag_values, tmp_path / "out")
+    flag_values.max_input = ["20"]
+    result, _ = judge(server, {"": "A"}, flag_values, tmp_path / "out")
+    assert (result["answers"], result["shares"]["evidence"]) == (1, 1.0)
+    flag_values.max_input = ["21"]
+    with pytest.raises(ValueError, match="has no answers of lb at --max_input=21"):
+        judge(server, {}, flag_values, tmp_path / "out")
+
+
 def test_endpoint_that_is_down_gives_no_shares_of_errors(server, tmp_path, monkeypatch):
     monkeypatch.setattr(judgments.registry, "load", load)
     write_evaluation(tmp_path / "in", {"0": (0.0, "a"), "1": (1.0, "b")})
@@ -182,18 +200,34 @@ def test_question_that_the_benchmark_lacks_is_named(server, tmp_path, monkeypatc
             judge(server, {}, flag_values, tmp_path / "out")
 
 
-def parse(*arguments: str) -> flags.FlagValues:
-    values = flags.FlagValues()
-    names = ("judgment", "answers", "benchmarks", "data", "judge_template", "judge_url")
-    for name in (*names, *judgments.USELESS_FLAGS):
-        flags.DEFINE_string(name, "", "", flag_values=values)
-    values(["evaluate", *arguments])
-    return values
+@pytest.mark.parametrize("judgment", judgments.VERDICTS)
+def test_all_flags_without_effect_on_a_judgment_are_refused(judgment):
+    useful = {*judgments.COMMON_FLAGS, *judgments.OWN_FLAGS[judgment]}
+    assert useful < set(evaluating.FLAGS)
+    arguments = [f"--{name}=1" for name in useful - {"judgment"}]
+    judgments.check_flags(evaluating.parse_flags(f"--judgment={judgment}", *arguments))
+    useless = set(evaluating.FLAGS) - useful
+    assert {"lengths", "endpoint", "model", "tokenizer", "endpoint_rate", "rule"} <= useless
+    for name in useless:
+        values = evaluating.parse_flags(f"--judgment={judgment}", *arguments, f"--{name}=1")
+        with pytest.raises(
+            app.UsageError, match=f"--{name}: has no effect with --judgment={judgment}"
+        ):
+            judgments.check_flags(values)
+
+
+def test_every_judgment_has_verdicts_a_reader_and_flags():
+    names = set(policy_flags.JUDGMENTS)
+    assert names == {*judgments.VERDICTS} == {*judgments.READERS} == {*judgments.OWN_FLAGS}
 
 
 def test_flags_of_a_judgment_are_checked(tmp_path):
-    judgments.check_flags(parse("--judgment=outcome", "--answers=a", "--judge_template=b"))
-    judgments.check_flags(parse("--judgment=errors", "--answers=a", "--data=b", "--benchmarks=c"))
+    judgments.check_flags(
+        evaluating.parse_flags("--judgment=outcome", "--answers=a", "--judge_template=b")
+    )
+    judgments.check_flags(
+        evaluating.parse_flags("--judgment=errors", "--answers=a", "--data=b", "--benchmarks=c")
+    )
     for arguments, message in (
         (("outcome",), "--answers: must be given with --judgment=outcome"),
         (("outcome", "--answers=a", "--data=b"), "--data: has no effect with --judgment=outcome"),
@@ -202,7 +236,9 @@ def test_flags_of_a_judgment_are_checked(tmp_path):
         (("errors", "--answers=a", "--data=b"), "--benchmarks: must be given"),
     ):
         with pytest.raises(app.UsageError, match=message):
-            judgments.check_flags(parse(f"--judgment={arguments[0]}", *arguments[1:]))
+            judgments.check_flags(
+                evaluating.parse_flags(f"--judgment={arguments[0]}", *arguments[1:])
+            )
     no_judge = make_flags("", "outcome", tmp_path, judge_model="")
     with pytest.raises(app.UsageError, match="--judgment=outcome: --judge_url and --judge_model"):
         judgments.judge_answers(no_judge, tmp_path, evaluating.SIZES)

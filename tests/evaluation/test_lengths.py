@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from absl import app, flags
+from absl import app
 
 from spell_jax.evaluation import lengths
 from spell_jax.policy import tokenizer as tokenizers
@@ -14,11 +15,15 @@ from spell_jax.policy.model import TINY_POLICY
 from tests import evaluating
 
 
-def test_prompts_are_measured_whole_and_without_weights(tmp_path, monkeypatch):
-    monkeypatch.setattr(lengths.registry, "load", evaluating.load)
+def make_flags(**changes: Any) -> SimpleNamespace:
     fields = {"policy": str(TINY_POLICY), "workdir": None, "data": "", "prose": "", "limit": 0}
-    flag_values = SimpleNamespace(**fields, benchmarks=["text", "number"])
-    result = lengths.measure(flag_values, tmp_path)
+    fields |= {"benchmarks": ["text", "number"], "answer_format": "plain", "thinking": ""}
+    return SimpleNamespace(**fields | changes)
+
+
+def test_prompts_are_measured_whole_and_without_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(lengths.runner.registry, "load", evaluating.load)
+    result = lengths.measure(make_flags(), tmp_path)
     assert json.loads((tmp_path / lengths.RESULT).read_text()) == result
     chat = tokenizers.load(TINY_POLICY).chat
     tokens = [len(chat(item.prompt)) for item in evaluating.load("text", "").items]
@@ -33,14 +38,27 @@ def test_prompts_are_measured_whole_and_without_weights(tmp_path, monkeypatch):
     )
 
 
-def test_flags_that_sample_are_refused():
-    for argument, message in (
-        ("--samples=8", "--samples: has no effect with --lengths"),
-        ("", "--benchmarks: must be given with --lengths"),
-    ):
-        values = flags.FlagValues()
-        for name in ("benchmarks", *lengths.USELESS_FLAGS):
-            flags.DEFINE_string(name, "", "", flag_values=values)
-        values(["evaluate", *filter(None, [argument])])
-        with pytest.raises(app.UsageError, match=message):
+def test_all_flags_that_change_no_length_are_refused():
+    lengths.check_flags(evaluating.parse_flags(*(f"--{name}=1" for name in lengths.USEFUL_FLAGS)))
+    useless_flags = set(evaluating.FLAGS) - set(lengths.USEFUL_FLAGS)
+    assert {"samples", "endpoint", "judge_url", "temperature", "compare"} <= useless_flags
+    for name in useless_flags:
+        values = evaluating.parse_flags("--benchmarks=a", f"--{name}=1")
+        with pytest.raises(app.UsageError, match=f"--{name}: has no effect with --lengths"):
             lengths.check_flags(values)
+    with pytest.raises(app.UsageError, match="--benchmarks: must be given with --lengths"):
+        lengths.check_flags(evaluating.parse_flags())
+
+
+def test_answer_format_and_thinking_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(lengths.runner.registry, "load", evaluating.load)
+    read = lengths.weights.read_config_and_tokenizer
+    switches = []
+    monkeypatch.setattr(
+        lengths.weights,
+        "read_config_and_tokenizer",
+        lambda folder, thinking=None: switches.append(thinking) or read(folder),
+    )
+    plain = lengths.measure(make_flags(), tmp_path)["text"]
+    sections = lengths.measure(make_flags(answer_format="sections", thinking="on"), tmp_path)
+    assert sections["text"]["shortest"] > plain["shortest"] and switches == [None, True]

@@ -448,6 +448,7 @@ def test_command_line_evaluates_generated_benchmarks(tmp_path):
 def test_error_names_wrong_command_line_flags(tmp_path):
     flag_values = {"policy": None, "workdir": None, "max_input": ["16384"], "thinking": ""}
     flag_values |= {"endpoint": "", "model": "", "tokenizer": "", "rope_scaling": ""}
+    flag_values |= {"rule": "match_or_judge", "judge_url": "", "judge_policy": ""}
     api = {"endpoint": "http://host/v1", "model": "m"}
     for changes, message in (
         ({}, "--workdir or --policy"),
@@ -458,15 +459,13 @@ def test_error_names_wrong_command_line_flags(tmp_path):
         (api | {"policy": "p"}, "--policy: has no effect with --endpoint"),
         (api | {"thinking": "on"}, "--thinking: has no effect with --endpoint"),
         ({"policy": "p", "tokenizer": "t"}, "--tokenizer: has no effect without --endpoint"),
+        ({"policy": "p", "rule": "judge"}, "--rule=judge: --judge_url and --judge_model, or"),
     ):
         with pytest.raises(app.UsageError, match=message):
             runner.from_flags(SimpleNamespace(**flag_values | changes))
-    endpoint = {"judge_url": "http://x", "judge_model": "", "judge_policy": "", "rule": "judge"}
+    endpoint = {"judge_url": "http://x", "judge_model": "", "judge_policy": ""}
     for changes in ({}, {"judge_model": "m", "judge_policy": "p"}):
         with pytest.raises(app.UsageError, match="--judge_url and --judge_model"):
             judging.make_judge(SimpleNamespace(**endpoint | changes), tmp_path, evaluating.SIZES)
     no_judge = SimpleNamespace(**endpoint | {"judge_url": ""})
-    with pytest.raises(app.UsageError, match="--rule=judge: --judge_url and --judge_model, or"):
-        judging.make_judge(no_judge, tmp_path, evaluating.SIZES)
-    no_judge.rule = "match_or_judge"
     assert judging.make_judge(no_judge, tmp_path, evaluating.SIZES) is None

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from absl import app, flags
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from launch import aot, topologies
@@ -401,6 +402,19 @@ def test_the_examples_step_compiles_for_a_tpu_slice():
     assert result.returncode == 0, result.stderr
     line = json.loads(result.stdout)
     assert line["program"] == "jitted_step" and line["fits"]
+
+
+@pytest.mark.parametrize("flag", ["--length=8", "--policy=a", "--layers=1", "--phase=update"])
+def test_flags_of_a_run_are_refused_with_a_program_of_a_file(flag):
+    values = flags.FlagValues()
+    for name in ("program", "length", "policy", "layers", "phase"):
+        flags.DEFINE_string(name, None, "", flag_values=values)
+    values(["aot", "--program=a.py", flag])
+    name = flag.partition("=")[0]
+    with pytest.raises(app.UsageError, match=f"{name}: has no effect with --program"):
+        aot.check_flags(values)
+    values.program = ""
+    aot.check_flags(values)
 
 
 def test_a_program_of_a_file_is_read(tmp_path):

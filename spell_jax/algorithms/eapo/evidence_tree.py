@@ -76,6 +76,11 @@ class TreeConfig:
     def __post_init__(self):
         check_least(self, "", width=1)
         check_choice(self, "", evidence_by=evidence.EVIDENCE_BY, reasoning_by=evidence.REASONING_BY)
+        if self.every_branch and (self.evidence_by == "none" or self.width == 1):
+            raise ValueError(
+                f"every_branch = True: needs several sets of evidence; evidence_by = "
+                f"{self.evidence_by!r} with width = {self.width} samples one"
+            )
 
 
 @dataclasses.dataclass
@@ -311,7 +316,8 @@ class EvidenceTree:
 def describe_node(node: Node) -> Record:
     """Return the request and its tree as a line of the output.
 
-    "prediction" is None without a well-formed answer. "right" needs the true "answer", and also
+    "prediction", what the rule reads, and "stated", what a judge reads, are None without a
+    well-formed answer. "right" needs the true "answer", and also
     accepts all of "answers". "best_chosen" (see evidence.best_chosen) needs the known "evidence".
     """
     record, task = node.record, _task(node.record)
@@ -321,16 +327,18 @@ def describe_node(node: Node) -> Record:
         | {"verbatim": evidence.verbatim_share("".join(branch.sections[1:2]), documents)}
         for branch in node.branches
     ]
-    prediction, stated = None, ""
+    prediction, stated, response = None, None, ""
     if node.best is not None:
-        stated = evidence.with_answer_phrase(node.best.sections[3], task)
-        prediction = rules.extract_answer(stated, task)
+        response = evidence.with_answer_phrase(node.best.sections[3], task)
+        prediction = rules.extract_answer(response, task)
+        stated = rules.stated_answer(response, task)
     result = record | {
         "branches": branches,
         "reasonings": [
             _describe_branch(reasoning, reasoning is node.best) for reasoning in node.reasonings
         ],
         "prediction": prediction,
+        "stated": stated,
     }
     if node.paths:
         result["paths"] = [_describe_branch(path, False) for path in node.paths]
@@ -338,7 +346,7 @@ def describe_node(node: Node) -> Record:
         result["best_chosen"] = _best_chosen(node)
     if isinstance(record.get("answer"), str):
         right = (record["answer"], *record.get("answers", []))
-        result["right"] = any(rules.score(stated, text, task) == 1 for text in right)
+        result["right"] = any(rules.score(response, text, task) == 1 for text in right)
     return result
 
 

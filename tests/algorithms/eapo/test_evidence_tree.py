@@ -125,13 +125,13 @@ def test_tree_without_selection_samples_one_branch():
     assert policy.calls == [(3, 1, "</evidence>"), (1, 1, "</answer>")]
     first, second, third = lines
     assert policy.prompts[-1] == PROMPTS.evidence(DOCUMENTS, "Q0?") + branch("Bela")
-    assert first["prediction"] == "Rome" and first["right"] is False
+    assert first["prediction"] == first["stated"] == "Rome" and first["right"] is False
     (only_branch,) = first["branches"]
     assert only_branch["text"] == branch("Bela") and only_branch["verbatim"] == 1.0
     assert only_branch["tokens"] == len(branch("Bela")) and only_branch["score"] is None
     assert only_branch["logprob"] == -0.5 * only_branch["tokens"]
     assert first["reasonings"][0]["text"] == branch("Bela") + conclusion("b", "Rome")
-    assert second["prediction"] is None and second["reasonings"] == []
+    assert second["prediction"] is second["stated"] is None and second["reasonings"] == []
     assert "right" not in second and chosen_indices(second["branches"]) == []
     assert third["branches"][0]["well_formed"] is False
     assert third["branches"][0]["verbatim"] == 0.0
@@ -151,6 +151,23 @@ def test_every_branch_is_continued_beside_the_chosen_one():
     # Nothing else changes.
     for line, plain_line in zip(lines, plain_lines, strict=True):
         assert {name: line[name] for name in plain_line} == plain_line
+
+
+def test_a_judge_reads_the_sentence_that_states_a_number():
+    """Extraction drops "million" and the currency."""
+    evidence_by_question = {"Q0": [branch("x")]}
+    policy: Any = Scripted(evidence_by_question, {"x": [conclusion("r", "$3.5 million")]})
+    record = request(0, task="financial_math", answer="3.5")
+    text = evidence_tree.make_prompt(record, PROMPTS)
+    tree = EvidenceTree(policy, TreeConfig(evidence_by="none"), PROMPTS, SAMPLING)
+    (line,) = tree.answer([record], [text], 0)
+    assert "$3.5 million" in line["stated"] and "million" not in line["prediction"]
+
+
+def test_every_branch_needs_several_sets_of_evidence():
+    for fields in ({"evidence_by": "none"}, {"width": 1}):
+        with pytest.raises(ValueError, match="every_branch = True: needs several sets"):
+            TreeConfig(every_branch=True, **fields)
 
 
 def test_token_may_extend_past_a_closing_tag():
