@@ -16,11 +16,11 @@ from absl import app
 from spell_jax.evaluation.policy_flags import SIZES
 from spell_jax.evaluation.policy_sampler import Policy, check_room
 from spell_jax.runtime import distributed
-from spell_jax.runtime.endpoint import JUDGE_KEY, Endpoint, EndpointConfig
+from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.judge import JUDGE_TEMPLATES, Judge, Template
+from spell_jax.selfplay.judge import JUDGE_KEY, JUDGE_TEMPLATES, Judge, Template
 
 REPLIES = "judge.jsonl"
 
@@ -78,6 +78,7 @@ def make_judge(
                 flag_values.judge_url,
                 model,
                 os.environ.get(JUDGE_KEY),
+                key_name=JUDGE_KEY,
                 max_tokens=flag_values.judge_max_tokens,
                 # A reasoning judge may write thousands of tokens.
                 timeout_s=600.0,

@@ -27,8 +27,6 @@ from spell_jax.runtime.config import check_least
 
 log = logging.getLogger(__name__)
 
-# Environment variable of a judge's key. Configs are written to disk, keys are not.
-JUDGE_KEY = "SPELL_JUDGE_KEY"
 # A server may send without end. 8,192 tokens, the default limit, have far fewer bytes.
 MAX_REPLY_BYTES = 8 * 2**20
 # Limits for the body of an HTTP error: bytes and seconds of reading, characters shown.
@@ -71,7 +69,7 @@ class EndpointConfig:
     workers: int = 8
     requests_per_s: float = 0.0
     top_p: float = 1.0
-    key_name: str = JUDGE_KEY
+    key_name: str = field(kw_only=True)
 
     def __post_init__(self) -> None:
         urls.check_secret("url", self.url)

@@ -36,7 +36,8 @@ def check_secret(field: str, value: object) -> None:
         return
     raise ValueError(
         f"{field} = {hide_secrets(value)!r}: has {secret}, and would be written to disk; leave it "
-        "out. The key of a judge belongs into the environment variable SPELL_JUDGE_KEY; the access "
+        "out. Keys of APIs belong into environment variables: SPELL_JUDGE_KEY of a judge, "
+        "SPELL_ENDPOINT_KEY of an evaluated model, SPELL_TEACHER_KEY of a teacher; the access "
         "to data into those of its protocol, such as GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE "
         'or FSSPEC_HTTPS=\'{"client_kwargs": {"headers": {"Authorization": "..."}}}\''
     )

@@ -25,6 +25,8 @@ from spell_jax.selfplay.rules import visible_text
 
 log = logging.getLogger(__name__)
 
+# Environment variable of a judge's key. Configs are written to disk, keys are not.
+JUDGE_KEY = "SPELL_JUDGE_KEY"
 MALFORMED, UNANSWERED = -1, -2
 
 _MARKS = " \t\n*`'\"()[]."  # around a grade's letter

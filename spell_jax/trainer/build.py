@@ -26,12 +26,12 @@ from spell_jax.policy.model import ModelConfig, find_folder, read_model
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
-from spell_jax.runtime.endpoint import JUDGE_KEY, Endpoint, EndpointConfig
+from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.runtime.timers import PhaseTimer
 from spell_jax.sampler.engine import Sampler, SamplerConfig
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.given_questions import read_scorable
-from spell_jax.selfplay.judge import JUDGE_TEMPLATES, Judge
+from spell_jax.selfplay.judge import JUDGE_KEY, JUDGE_TEMPLATES, Judge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +184,8 @@ def _make_text_sampler(model: Model, config: SamplerConfig, mesh: jax.sharding.M
 def _make_judge(algorithm: AlgorithmConfig, prompts: prompt_sets.Prompts) -> JudgeFunction | None:
     if "judge" not in algorithm.rule:
         return None
-    config = EndpointConfig(algorithm.judge_url, algorithm.judge_model, os.environ.get(JUDGE_KEY))
+    key = os.environ.get(JUDGE_KEY)
+    config = EndpointConfig(algorithm.judge_url, algorithm.judge_model, key, key_name=JUDGE_KEY)
     write, parse = JUDGE_TEMPLATES[algorithm.judge_template]
     write_prompt = functools.partial(write, prompts)
     return Judge(Endpoint(config), write_prompt, config.model, parse).judge

@@ -284,7 +284,7 @@ def test_fields_that_an_endpoint_refuses_are_left_out(server, caplog):
         return completion("yes")
 
     server.respond = respond
-    endpoint = Endpoint(EndpointConfig(server.url, "m", workers=1))
+    endpoint = Endpoint(EndpointConfig(server.url, "m", workers=1, key_name="A_KEY"))
     requests = [ChatRequest("a", 9, 1), ChatRequest("b", 7, 2)]
     assert [r and r.text for _, r in sorted(endpoint.chat(requests))] == ["yes", "yes"]
     assert len(server.requests) == 4 and server.requests[-1][0]["max_completion_tokens"] == 7
@@ -294,7 +294,7 @@ def test_fields_that_an_endpoint_refuses_are_left_out(server, caplog):
 def test_a_reply_that_a_filter_withheld_is_a_failure(server):
     choice = {"message": {"content": ""}, "finish_reason": "content_filter"}
     server.respond = lambda *_: (200, json.dumps({"choices": [choice]}))
-    endpoint = Endpoint(EndpointConfig(server.url, "m"))
+    endpoint = Endpoint(EndpointConfig(server.url, "m", key_name="A_KEY"))
     assert dict(endpoint.chat([ChatRequest("a")])) == {0: None}
     assert endpoint.failures == {"FilteredError": 1} and len(server.requests) == 1
 

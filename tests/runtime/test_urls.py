@@ -41,11 +41,13 @@ ACCEPTED = [
 
 @pytest.mark.parametrize("url", REFUSED)
 def test_secret_is_refused_without_being_repeated(url: str, capsys, monkeypatch) -> None:
-    with pytest.raises(ValueError, match=r"^data.source = .*leave it out.*SPELL_JUDGE_KEY") as info:
+    with pytest.raises(
+        ValueError, match=r"^data.source = .*leave it out.*SPELL_ENDPOINT_KEY"
+    ) as info:
         urls.check_secret("data.source", url)
     assert SECRET not in str(info.value)
     with pytest.raises(ValueError, match=r"^url = .*leave it out") as info:
-        EndpointConfig(url, "m")
+        EndpointConfig(url, "m", key_name="A_KEY")
     assert SECRET not in str(info.value)
     for arguments in ([f"--judge_url={url}"], ["--judge_url", url]):
         monkeypatch.setattr("sys.argv", ["command", *arguments])

@@ -560,7 +560,7 @@ def test_judge_handles_arbitrary_replies(monkeypatch: pytest.MonkeyPatch) -> Non
     bodies.append(b'{"choices": [{"message": {"content": "[[YES]]"}}]}')
     replies = (httpx2.Response(200, content=body) for body in bodies)
     monkeypatch.setattr(httpx2.HTTPTransport, "handle_request", lambda *_: next(replies))
-    config = EndpointConfig("http://127.0.0.1/", "m", attempts=1, workers=1)
+    config = EndpointConfig("http://127.0.0.1/", "m", attempts=1, workers=1, key_name="A_KEY")
     judge = Judge(Endpoint(config), lambda question, *_: question)
     verdicts = judge.judge([(str(i), "", "") for i in range(len(bodies))])
     assert {*verdicts} == {UNANSWERED, MALFORMED, 0, 1}

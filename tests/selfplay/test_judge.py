@@ -16,6 +16,7 @@ from spell_jax.runtime import endpoint as endpoints
 from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.selfplay import prompts
 from spell_jax.selfplay.judge import (
+    JUDGE_KEY,
     JUDGE_TEMPLATES,
     MALFORMED,
     UNANSWERED,
@@ -104,7 +105,8 @@ class Time:
 
 
 def make_judge(url: str, time: Time | None = None, cache: dict | None = None, **changes) -> Judge:
-    config = EndpointConfig(url=url, model="judge-model", **{"timeout_s": 5.0, **changes})
+    fields = {"timeout_s": 5.0, "key_name": JUDGE_KEY, **changes}
+    config = EndpointConfig(url=url, model="judge-model", **fields)
     time = time or Time()
     endpoint = Endpoint(config, time.sleep, time.clock)
     return Judge(endpoint, lambda q, p, r: f"{q}|{p}|{r}", config.model, **(cache or {}))
@@ -149,18 +151,18 @@ def test_cut_off_reply_is_not_kept_for_a_larger_limit(server, tmp_path):
 @pytest.mark.parametrize("key", ["hunter2\n", "hunter2\r", " hunter2", "hünter2", "hunter2\0"])
 def test_key_that_http_cannot_send_is_refused_without_being_repeated(key):
     with pytest.raises(ValueError, match=r"^the key of http://host/v1: .*SPELL_JUDGE_KEY") as info:
-        EndpointConfig("http://host/v1", "m", key)
+        EndpointConfig("http://host/v1", "m", key, key_name=JUDGE_KEY)
     assert "nter2" not in str(info.value)
-    assert "hunter2" not in repr(EndpointConfig("http://host/v1", "m", "hunter2"))
+    assert "hunter2" not in repr(EndpointConfig("http://host/v1", "m", "hunter2", key_name="A"))
 
 
 def test_endpoint_accepts_repeated_prompts(server):
     server.respond = lambda prompt, times: completion(f"{prompt} {times}")
-    endpoint = Endpoint(EndpointConfig(server.url, "m", workers=1, top_p=0.5))
+    endpoint = Endpoint(EndpointConfig(server.url, "m", workers=1, top_p=0.5, key_name="A_KEY"))
     replies = dict(endpoint.reply(["a", "b", "a"]))
     assert replies == {0: "a 1", 1: "b 1", 2: "a 2"}
     assert [body["top_p"] for body, _ in server.requests] == [0.5] * 3
-    dict(Endpoint(EndpointConfig(server.url, "m"))(["c"]))
+    dict(Endpoint(EndpointConfig(server.url, "m", key_name="A_KEY"))(["c"]))
     assert "top_p" not in server.requests[-1][0]
 
 
@@ -289,7 +291,7 @@ def test_concurrent_requests_are_limited_to_workers(server):
 )
 def test_config_errors_name_the_field(field, value):
     with pytest.raises(ValueError, match=field):
-        EndpointConfig(**{"url": "http://x/", "model": "m", field: value})
+        EndpointConfig(**{"url": "http://x/", "model": "m", "key_name": "A_KEY", field: value})
 
 
 def test_parsed_verdicts_match_the_reference(cases):

@@ -213,4 +213,4 @@ def test_sizes_out_of_range_are_rejected(size):
     with pytest.raises(ValueError, match="cache_size"):
         make_judge("http://localhost/", cache={"cache_size": size})
     with pytest.raises(ValueError, match="longest_wait_s"):
-        EndpointConfig("http://localhost/", "m", longest_wait_s=-1)
+        EndpointConfig("http://localhost/", "m", longest_wait_s=-1, key_name="A_KEY")

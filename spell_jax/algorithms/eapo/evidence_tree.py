@@ -36,11 +36,11 @@ from spell_jax.policy.embedder import Embedder
 from spell_jax.runtime import distributed, entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import check_choice, check_least
-from spell_jax.runtime.endpoint import JUDGE_KEY, Endpoint, EndpointConfig
+from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import evidence, rules
-from spell_jax.selfplay.judge import Ask
+from spell_jax.selfplay.judge import JUDGE_KEY, Ask
 from spell_jax.selfplay.prompts import Prompts
 from spell_jax.selfplay.rouge import rouge_l_recall
 
@@ -460,9 +460,8 @@ def _make_judge(flag_values: Any, policy: Policy) -> Ask:
         raise app.UsageError("--judge_url and --judge_model go together, without --judge_policy")
     key, cap = os.environ.get(JUDGE_KEY), flag_values.judge_max_tokens
     if flag_values.judge_url:
-        endpoint = Endpoint(
-            EndpointConfig(flag_values.judge_url, flag_values.judge_model, key, max_tokens=cap)
-        )
+        names = flag_values.judge_url, flag_values.judge_model
+        endpoint = Endpoint(EndpointConfig(*names, key, max_tokens=cap, key_name=JUDGE_KEY))
         # One host asks and broadcasts the replies: all hosts continue from the same branch.
         return lambda texts: distributed.broadcast(lambda: list(endpoint(texts)))
     if flag_values.judge_policy:

@@ -112,7 +112,8 @@ def build(
     """Run a build with a server, as from the command line."""
 
     def endpoint(model: str) -> Endpoint:
-        return Endpoint(EndpointConfig(server.url, model, attempts=1, workers=1, timeout_s=60.0))
+        limits = {"attempts": 1, "workers": 1, "timeout_s": 60.0}
+        return Endpoint(EndpointConfig(server.url, model, **limits, key_name="A_KEY"))
 
     defaults = {"attempts": len(ENDS), "batch": len(ENDS), "documents": 2, "prompt_set": "compact"}
     settings = Settings(**(defaults | {"agreement": agreement} | changes))
