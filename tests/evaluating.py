@@ -84,18 +84,18 @@ def _sum(text: str) -> int:
     return zlib.crc32(text.encode(errors="replace"))
 
 
-def reply(prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+def reply(prompts: Sequence[str]) -> Iterator[tuple[int, str | None]]:
     """Yield verdicts of all kinds by checksum: yes, no, neither, none."""
     assert jax.process_index() == 0 or not prompts, "the judge is asked twice"
-    for prompt in prompts:
-        yield prompt, ("[[YES]]", "[[NO]]", "perhaps", None)[_sum(prompt) % 4]
+    for index, prompt in enumerate(prompts):
+        yield index, ("[[YES]]", "[[NO]]", "perhaps", None)[_sum(prompt) % 4]
 
 
 def policy_judge(folder: pathlib.Path) -> Ask:
     """Return a policy as the judge; only process 0 may have answers to judge."""
     judge = PolicyJudge(Policy(folder, sizes=SIZES), 4)
 
-    def ask(prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    def ask(prompts: Sequence[str]) -> Iterator[tuple[int, str | None]]:
         assert jax.process_index() == 0 or not prompts, "the judge is asked twice"
         return judge(prompts)
 

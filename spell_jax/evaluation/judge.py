@@ -39,14 +39,13 @@ class PolicyJudge:
     def __post_init__(self):
         check_room(self.policy, self.max_tokens, "judge")
 
-    def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-        """Yield (prompt, reply); the reply is None if the prompt does not fit. See judge.Ask."""
+    def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[int, str | None]]:
+        """Yield (index of the prompt, reply); None if the prompt does not fit. See judge.Ask."""
         # Only process 0 has rows to judge, but all devices take part in sampling.
         prompts = distributed.broadcast(lambda: list(prompts))
         keys = np.zeros((len(prompts), 2), np.uint32)  # unused: decoding is greedy
         options = Options(temperature=0.0, max_tokens=self.max_tokens)
-        for place, reply in self.policy.reply(prompts, keys, options):
-            yield prompts[place], reply
+        yield from self.policy.reply(prompts, keys, options)
 
 
 def make_judge(

@@ -180,17 +180,12 @@ class Endpoint:
             extra_headers={} if config.api_key else {"Authorization": openai.omit},
         )
 
-    def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-        """Yield (prompt, reply) in order of arrival; None if refused or all attempts failed.
+    def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[int, str | None]]:
+        """Yield (index of the prompt, reply) in order of arrival.
 
-        A reply that the token limit cut off is "": it may end inside a thought, which only
-        considers a verdict.
+        The reply is None if the server refused or all attempts failed. A reply that the token limit
+        cut off is "": it may end inside a thought, which only considers a verdict.
         """
-        for index, reply in self.reply(prompts):
-            yield prompts[index], reply
-
-    def reply(self, prompts: Sequence[str]) -> Iterator[tuple[int, str | None]]:
-        """Yield (index of the prompt, reply) like __call__; a prompt may occur more than once."""
         for index, reply in self.chat([ChatRequest(prompt) for prompt in prompts]):
             if reply is not None and reply.is_cut_off:
                 self._note_cut_off()

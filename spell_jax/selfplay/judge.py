@@ -33,8 +33,8 @@ _MARKS = " \t\n*`'\"()[]."  # around a grade's letter
 
 Item = tuple[Any, ...]  # fields of a prompt, such as question, prediction and reference
 Parse = Callable[[str], int]  # reply -> verdict (such as 1 or 0), or MALFORMED
-# Distinct prompts -> (prompt, reply) pairs in order of arrival; a reply of None is a failure.
-Ask = Callable[[Sequence[str]], Iterable[tuple[str, str | None]]]
+# Prompts -> (index of a prompt, reply) in order of arrival; a reply of None is a failure.
+Ask = Callable[[Sequence[str]], Iterable[tuple[int, str | None]]]
 
 
 def parse_judgement(text: str) -> int:
@@ -122,7 +122,8 @@ class Judge:
         unknown = [prompt for key, prompt in prompt_of.items() if key not in verdicts]
         self.counts["cached"] += len(prompts) - len(unknown)
         self.counts["asked"] += len(unknown)
-        for prompt, reply in self._ask(unknown):
+        for index, reply in self._ask(unknown):
+            prompt = unknown[index]
             verdicts[self._key(prompt)] = self._record(prompt, reply)
         if failed := [*verdicts.values()].count(UNANSWERED):
             self.counts["failed"] += failed

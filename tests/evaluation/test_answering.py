@@ -186,7 +186,7 @@ def test_final_score_is_the_better_of_rule_and_judge(reply, judge, final):
 
     def ask(prompts):
         judge_prompts.extend(prompts)
-        return [(prompt, reply) for prompt in prompts]
+        return [(index, reply) for index in range(len(prompts))]
 
     ordered = scored(judged=True)
     answering.ask_judge(ordered, Judge(ask, lambda *item: "|".join(item)))
@@ -211,7 +211,7 @@ def test_judge_alone_decides_on_all_stated_answers(replies, finals, missing):
     by_answer = dict(zip(("which?|yes|first", "which?|no|first"), replies, strict=True))
     ordered = scored(judged=True, rule="judge")
     judge = Judge(
-        lambda prompts: [(prompt, by_answer[prompt]) for prompt in prompts],
+        lambda prompts: [(index, by_answer[prompt]) for index, prompt in enumerate(prompts)],
         lambda *item: "|".join(item),
         parse=parse_grade,
     )
@@ -226,7 +226,7 @@ def test_judge_reads_the_words_of_a_benchmark_with_words_of_its_own():
 
     def ask(prompts):
         judge_prompts.extend(prompts)
-        return [(prompt, "[[YES]]") for prompt in prompts]
+        return [(index, "[[YES]]") for index in range(len(prompts))]
 
     ordered = scored(judged=True, texts=("no", "$5", ""), state=lambda text, _: f"~{text}" * 2)
     assert [row["unjudged"] for _, row in ordered] == [True] * 3

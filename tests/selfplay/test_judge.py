@@ -159,7 +159,7 @@ def test_key_that_http_cannot_send_is_refused_without_being_repeated(key):
 def test_endpoint_accepts_repeated_prompts(server):
     server.respond = lambda prompt, times: completion(f"{prompt} {times}")
     endpoint = Endpoint(EndpointConfig(server.url, "m", workers=1, top_p=0.5, key_name="A_KEY"))
-    replies = dict(endpoint.reply(["a", "b", "a"]))
+    replies = dict(endpoint(["a", "b", "a"]))
     assert replies == {0: "a 1", 1: "b 1", 2: "a 2"}
     assert [body["top_p"] for body, _ in server.requests] == [0.5] * 3
     dict(Endpoint(EndpointConfig(server.url, "m", key_name="A_KEY"))(["c"]))
@@ -330,7 +330,7 @@ def test_judge_template_has_its_own_prompt_and_parser(tmp_path):
     texts = []
     for name, (write, parse) in JUDGE_TEMPLATES.items():
         reply = {"yes_no": "[[YES]]", "grades": "A"}[name]
-        ask = lambda texts, reply=reply: ((text, reply) for text in texts)  # noqa: E731
+        ask = lambda texts, reply=reply: ((index, reply) for index in range(len(texts)))  # noqa: E731
         write_prompt = functools.partial(write, full)
         cache_file = tmp_path / name
         judge = Judge(ask, write_prompt, "m", parse, cache_file=cache_file)

@@ -299,7 +299,7 @@ class EvidenceTree:
         assert self.judge is not None
         # Equal prompts are asked once, and share the reply.
         prompts = list(dict.fromkeys(prompt for prompt, _ in items))
-        replies = dict(self.judge(prompts)) if prompts else {}
+        replies = {prompts[i]: reply for i, reply in self.judge(prompts)} if prompts else {}
         failed = 0
         for prompt, branches in items:
             reply, count = replies.get(prompt) or "", len(branches)

@@ -395,7 +395,7 @@ def make_teacher(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> T
             raise ValueError(f"teacher's {error}") from error
         endpoint = Endpoint(config)
         # An endpoint takes no random key: only the record repeats its replies.
-        ask = lambda prompts, numbers: endpoint.reply(prompts)  # noqa: E731
+        ask = lambda prompts, numbers: endpoint(prompts)  # noqa: E731
     # Everything that changes a reply, because the name is part of the record's keys.
     name = json.dumps([model, *sampling.values(), flag_values.thinking, flag_values.seed])
     return Teacher(ask, name, out / REPLIES)

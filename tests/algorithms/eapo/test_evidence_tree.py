@@ -112,8 +112,8 @@ class Judge:
 
     def __call__(self, texts: Sequence[str]):
         self.asked += texts
-        for text in reversed(texts):
-            yield text, next(r for word, r in self.replies.items() if word in text)
+        for index, text in reversed(list(enumerate(texts))):
+            yield index, next(r for word, r in self.replies.items() if word in text)
 
 
 def chosen_indices(branches: Sequence[dict[str, Any]]) -> list[int]:

@@ -118,7 +118,7 @@ def build(
     defaults = {"attempts": len(ENDS), "batch": len(ENDS), "documents": 2, "prompt_set": "compact"}
     settings = Settings(**(defaults | {"agreement": agreement} | changes))
     ask = endpoint("teacher")
-    teacher = Teacher(lambda prompts, numbers: ask.reply(prompts), name, out / "teacher.jsonl")
+    teacher = Teacher(lambda prompts, numbers: ask(prompts), name, out / "teacher.jsonl")
     judge = None
     if agreement == "judge":
         words = prompt_sets.load("full").judge
