@@ -77,6 +77,9 @@ def get_config(model: str = "") -> Config:
     # Section 4.1: the task of each rollout is sampled at random, an input has at most 16K tokens.
     config.data.task_choice = "random"
     config.sampler.max_prompt = 16_384
+    # Appendix E.1 cuts no document: its texts have at most 32,768 characters, of up to four bytes,
+    # and a byte has at most one token. The default, 3200, would cut most long texts.
+    config.data.max_document_tokens = 4 * 32_768
     # Appendix G: an answer is stated in one phrase (the default reads more forms of it, and scores
     # would not compare with the paper's), and a general reference of over 20 tokens is forbidden.
     config.algorithm.update(extract="paper", max_answer_tokens=20)

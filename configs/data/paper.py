@@ -25,13 +25,14 @@ text or of a cluster of Ultra-FineWeb. Only DocMath's reports have a total below
 Training reads at most 16K tokens (section 4.1), and the responder reads all documents of a cluster.
 So 20 texts fit 16,384 tokens only if their mean is at most 819. The paper does not say what happens
 to longer clusters, or how many there are. Its public code drops the questions of a responder's
-prompt over 18,000 tokens without training on them, and cuts nothing. `sampler.max_prompt` (18,000)
-does the same here, and `rollout/overlong` counts these questions. `spell_jax.train` warns at its
-start if some sampled clusters do not fit. It also cuts documents at `data.max_document_tokens`,
-3,200 by default. Train without that cut:
+prompt over 18,000 tokens without training on them, and cuts nothing. `sampler.max_prompt` of
+configs/paper.py (16,384) does the same here, and `rollout/overlong` counts these questions.
+`spell_jax.train` warns at its start if some sampled clusters do not fit. The config's
+`data.max_document_tokens` (131,072) cuts none of these texts: the tokens of a byte-level tokenizer
+are at most the bytes, four for a character. Other configs cut documents at 3,200 tokens.
 
     python -m spell_jax.train --config=configs/paper.py:qwen2.5-7b-instruct --workdir=DIR \
-        --config.data.source=gs://BUCKET/clusters --config.data.max_document_tokens=131072
+        --config.data.source=gs://BUCKET/clusters
 
 With `--config.cut.max_document_tokens=3200 --config.cluster.max_cluster_tokens=14000`, the values
 of base.py, every cluster fits, but long texts are cut, and their clusters have fewer than 20

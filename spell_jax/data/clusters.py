@@ -6,7 +6,7 @@
    the documents are the texts of the records, in the order of its splits.
 2. Documents longer than `max_document_tokens` are cut at paragraphs; only a paragraph that is too
    long is cut at lines, then sentences, words, characters. Only white space at the cuts is lost
-   (spec section 14).
+   (spec section 12).
 3. Documents of a folder or a tfds set are grouped by order or by TF-IDF similarity.
 """
 

@@ -28,7 +28,7 @@ class QuestionMemory:
 
     A question is stored unless the cluster has it already, by normalized text. The algorithm pushes
     solvable questions only (Algorithm 1; spec 3). It reads the memory at the start of a step and
-    writes to it at the end (spec 14).
+    writes to it at the end (spec 12).
     """
 
     def __init__(self, capacity: int):

@@ -14,7 +14,7 @@ MAPPINGS = ("gaussian", "azr", "r_zero")
 
 
 def majority(votes: Sequence[int]) -> int:
-    """Return the verdict of G_v votes: 1 if more than half are yes, else 0 (Eq. 4, spec 14).
+    """Return the verdict of G_v votes: 1 if more than half are yes, else 0 (Eq. 4, spec 12).
 
     -1, to ignore the verifier, if there are no votes, or strictly more malformed votes than yes
     votes and than no votes.

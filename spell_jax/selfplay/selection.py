@@ -111,7 +111,7 @@ def verifier_groups(
 ) -> list[int]:
     """Sample int(responder_rows * ratio / group_size) eligible verifier groups to train on.
 
-    Uniform; all groups if there are fewer (spec sections 6 and 14). `verdicts` holds the majority
+    Uniform; all groups if there are fewer (spec sections 6 and 12). `verdicts` holds the majority
     verdict of each eligible group, 1 or 0, `ratio` is verifier rows per responder row. `balance`
     samples as many yes as no groups. Return positions in `verdicts`, ascending.
     """

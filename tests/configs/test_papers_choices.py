@@ -56,7 +56,7 @@ def test_page_has_every_field_in_which_the_configs_differ() -> None:
         name for name in names if len({repr(config.get(name)) for config in CONFIGS.values()}) > 1
     }
     fields = compared_fields()
-    assert len(fields) == 16 and differing <= fields.keys()
+    assert len(fields) == 17 and differing <= fields.keys()
     # Equal in all three: the text is read in one of two ways (SpellConfig.verifier_share).
     assert fields.keys() - differing == {"algorithm.verifier_share"}
 

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_pipeline import build
+from spell_jax.configs import paper as spell_paper
 from spell_jax.configs.data import base, paper
 from spell_jax.data import built
 
@@ -78,6 +79,7 @@ def test_no_text_is_cut_and_no_cluster_is_capped() -> None:
     config = paper.get_config()
     assert config.cut.max_document_tokens > 4 * LIMIT and config.cut.min_tokens == 1
     assert config.cluster.max_cluster_tokens > 40 * 4 * LIMIT
+    assert spell_paper.get_config().data.max_document_tokens >= 4 * LIMIT
 
 
 def web_sizes(manifest: dict[str, Any]) -> dict[str, int]:

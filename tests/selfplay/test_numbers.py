@@ -11,7 +11,7 @@ from spell_jax.selfplay.numbers import number_text, parse_number, same_number
 
 UNREADABLE = 999999999  # "no number" in the reference code
 
-# Texts for which the reference is wrong or needs eval() -> our result; spec sections 5.3 and 13.
+# Texts for which the reference is wrong or needs eval() -> our result; spec section 5.3.
 NORMALIZE_DEVIATIONS = {
     "[1, 2]": None,  # a list is not a number
     "{3,4}": None,

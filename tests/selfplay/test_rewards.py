@@ -22,7 +22,7 @@ votes = st.lists(st.sampled_from([1, 0, -1]), min_size=1, max_size=16)
 
 
 def differs_on_purpose(text: str) -> bool:
-    """Return whether the reference breaks a tie or accepts a non-majority yes (Eq. 4, spec 14)."""
+    """Return whether the reference breaks a tie or accepts a non-majority yes (Eq. 4, spec 12)."""
     ordered = sorted((text.count(kind) for kind in "YNM"), reverse=True)
     return ordered[0] == ordered[1] or (
         text.count("Y") == ordered[0] and 2 * ordered[0] <= len(text)

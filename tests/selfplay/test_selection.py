@@ -59,7 +59,7 @@ class Replay:
 
     def _judge(self, rule: float, yes: int) -> float:
         group = [1] * yes + [0] * (self.votes - yes)
-        # In a tie the reference code takes the value seen first, here yes: a deviation (spec 14)
+        # In a tie the reference code takes the value seen first, here yes: a deviation (spec 12)
         # that is undone for this comparison.
         return self.combine(rule, 1 if 2 * yes == self.votes else majority(group))
 
@@ -190,7 +190,7 @@ def test_negatives_of_all_tasks_together():
 
 
 def test_too_few_verifier_groups_are_all_used():
-    # The reference code uses none then: a cliff at small sizes (spec 14).
+    # The reference code uses none then: a cliff at small sizes (spec 12).
     assert verifier_groups([1, 0, 1], 1024, 8, 0.125, np.random.default_rng(0)) == [0, 1, 2]
 
 

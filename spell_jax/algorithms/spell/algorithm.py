@@ -71,7 +71,7 @@ class Spell:
             progress.measure_probes(self.config, self.probes, ask, self.prompts, self.stream)
         batches = (self._roll_out(ask, self.start_episodes(rng)) for _ in itertools.count())
         episodes = self.fill(batches, rng)
-        # Memory is read as of the start of a step and written at its end (spec 14).
+        # Memory is read as of the start of a step and written at its end (spec 12).
         self.remember(episodes)
         if self.config.mapping == PROGRESS:
             progress.push_probes(self.config, self.probes, episodes, rng)
@@ -347,7 +347,7 @@ class Spell:
         # A control: rewards without information must destroy the policy.
         if how == "random":
             return float(rng.integers(2))
-        # A void verdict, of mostly malformed votes, leaves the rule's score (spec 14).
+        # A void verdict, of mostly malformed votes, leaves the rule's score (spec 12).
         if vote == -1 or how == "rule":
             return rule
         combined = {
