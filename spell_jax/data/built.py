@@ -30,7 +30,7 @@ from spell_jax.data.clusters import (
     in_memory,
     read_clusters,
 )
-from spell_jax.data.tfds_sets import TfdsSource, open_builder, reading
+from spell_jax.data.tfds_sets import TfdsSource, open_builder
 from spell_jax.runtime import distributed, remote
 from spell_jax.runtime.jsonl import read_json, read_lines
 
@@ -176,8 +176,8 @@ def _parse_index(line: str, path: Path) -> tuple[str, str]:
 
 def _open_records(folder: Path) -> Any:
     """Open the tfds data source of a folder; does not need TensorFlow."""
-    with reading(folder):
-        return open_builder(folder).as_data_source(split="train")
+    with open_builder(folder) as builder:
+        return builder.as_data_source(split="train")
 
 
 def share_reading(source: ClusterSource) -> ClusterSource:

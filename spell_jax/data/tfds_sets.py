@@ -1,8 +1,8 @@
 """Prepared tensorflow-datasets sets: their folders, and the texts of their records.
 
 1. "tfds:NAME[/CONFIG][:VERSION]" names a set that TFDS has prepared in a data directory, local or
-   gs://. Only its files are read: nothing is downloaded from the set's publisher, and TensorFlow is
-   not needed.
+   gs://. Only its files are read: nothing is downloaded from the set's publisher, no code of other
+   packages is imported, and TensorFlow is not needed.
 2. A split of a set is a list of shards: files of ArrayRecord, Parquet or TFRecord with one
    tf.Example per record. A shard in a bucket is copied before it is read (runtime/remote.py).
 3. A document is the text feature of a record. It begins with the record's title, as the documents
@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -63,9 +64,10 @@ class TfdsSource:
     def __str__(self) -> str:
         return self.name
 
-    @property
+    # A search lists the folders of the set, in a bucket with several requests.
+    @functools.cached_property
     def folder(self) -> str:
-        """Folder of the set; errors as in find_folder."""
+        """Folder of the set, searched once; errors as in find_folder."""
         return find_folder(self.name, self.data_dir)
 
     def open(self) -> TextSet:
@@ -82,8 +84,8 @@ class TextSet:
         ValueError if the set has no such text feature or split, or another file format;
         ImportError without tensorflow_datasets.
         """
-        with reading(folder):
-            info = open_builder(folder).info
+        with open_builder(folder) as builder:
+            info = builder.info
         texts = list(_text_features(info.features))
         self._text = _choose_text(texts, text_feature)
         self._title = TITLE if TITLE in texts and self._text != TITLE else ""
@@ -151,9 +153,10 @@ def find_folder(name: str, data_dir: str = "") -> str:
     place = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     place = os.path.expanduser(place)
     paths.prepare(place)
-    with reading(place):
+    with _one_line_errors(place):
         from tensorflow_datasets.core import read_only_builder, registered
 
+        _refuse_foreign_classes()
         try:
             builder: Any = read_only_builder.builder_from_files(
                 name.removeprefix(PREFIX), data_dir=place
@@ -163,19 +166,43 @@ def find_folder(name: str, data_dir: str = "") -> str:
     return os.fspath(builder.data_dir)
 
 
-def open_builder(folder: str | Path) -> Any:
-    """Return TFDS's builder of a prepared set, to be called in the context `reading`."""
-    import tensorflow_datasets as tfds  # slow to import, rarely needed
+@contextlib.contextmanager
+def open_builder(folder: str | Path) -> Iterator[Any]:
+    """Yield TFDS's builder of a prepared set; errors of TFDS become one line with the folder.
 
-    return tfds.builder_from_directory(folder)
+    ImportError if a package is missing, FileNotFoundError unchanged, ValueError for other errors,
+    such as a feature of another package's class.
+    """
+    with _one_line_errors(folder):
+        import tensorflow_datasets as tfds  # slow to import, rarely needed
+
+        _refuse_foreign_classes()
+        yield tfds.builder_from_directory(folder)
+
+
+@functools.cache
+def _refuse_foreign_classes() -> None:
+    """Make TFDS refuse sets with features of other packages' classes, in the whole process."""
+    # The metadata of a set name the class of each feature, also in JSON within JSON, and TFDS
+    # imports the module of any class: then data would run code. All names pass this function.
+    from tensorflow_datasets.core.features import feature
+
+    connector: Any = feature.FeatureConnector
+    find_class = connector.cls_from_name
+
+    def find_own_class(cls: Any, class_name: str) -> Any:
+        if not class_name.startswith("tensorflow_datasets."):
+            raise ValueError(
+                f"feature class {class_name[:100]!r}: must be a class of tensorflow_datasets"
+            )
+        return find_class(class_name)
+
+    connector.cls_from_name = classmethod(find_own_class)
 
 
 @contextlib.contextmanager
-def reading(place: str | Path) -> Iterator[None]:
-    """Turn errors of TFDS into one line with the folder or directory that is read.
-
-    ImportError if a package is missing, FileNotFoundError unchanged, ValueError for other errors.
-    """
+def _one_line_errors(place: str | Path) -> Iterator[None]:
+    """Turn errors of TFDS into one line with the folder or directory that is read."""
     try:
         yield
     except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import tensorflow_datasets as tfds
 from data_pipeline import cloze_questions
 from launch import check
 from spell_jax.configs import folder as folder_config
-from spell_jax.data import built
+from spell_jax.data import built, tfds_sets
 from spell_jax.data.clusters import count_words
 from spell_jax.data.config import DataConfig, open_clusters, origin
 from spell_jax.data.text_files import Unusable
@@ -176,6 +177,36 @@ def test_riegeli_files_have_a_remedy(data_dir: Path, tmp_path: Path) -> None:
     metadata.write_text(metadata.read_text().replace('"array_record"', '"riegeli"'))
     with pytest.raises(ValueError, match="has riegeli files; prepare it with file_format=array_"):
         TextSet(folder)
+
+
+@pytest.mark.parametrize("is_legacy", [False, True])
+def test_metadata_of_a_set_import_no_code(data_dir, tmp_path, monkeypatch, is_legacy) -> None:
+    """TFDS would import the module of any feature's class; also in JSON within JSON."""
+    folder = shutil.copytree(data_dir / "titled" / "1.0.0", tmp_path / "titled" / "1.0.0")
+    (tmp_path / "payload.py").write_text("raise SystemExit('the set ran code')")
+    monkeypatch.syspath_prepend(tmp_path)
+    features = {"type": "payload.Feature", "content": {}}
+    if not is_legacy:
+        outer = "tensorflow_datasets.core.features.sequence_feature.Sequence"
+        content = {"json": json.dumps({"feature": features, "length": None})}
+        features = {"pythonClassName": outer, "jsonFeature": content}
+    (folder / "features.json").write_text(json.dumps(features))
+    for open_set in (lambda: TextSet(folder), lambda: find_folder("tfds:titled", str(tmp_path))):
+        with pytest.raises(ValueError, match=r"read .*feature class 'payload\.Feature': must be a"):
+            open_set()
+    assert "payload" not in sys.modules
+
+
+def test_folder_of_a_source_is_searched_once(data_dir: Path, monkeypatch) -> None:
+    source, searches = TfdsSource("tfds:titled", str(data_dir)), []
+
+    def find(*arguments: str) -> str:
+        searches.append(arguments)
+        return find_folder(*arguments)
+
+    monkeypatch.setattr(tfds_sets, "find_folder", find)
+    assert not built.is_built(source) and source.open().shards
+    assert len(searches) == 1
 
 
 def test_launch_check_names_a_set_that_is_not_prepared(data_dir: Path) -> None:
