@@ -109,10 +109,17 @@ class TableRow(NamedTuple):
 
 
 class MeasuredNumber(NamedTuple):
-    """A number, and how many of its answers lack the verdict of a judge."""
+    """A number, and what its evaluation lacks.
+
+    Attributes:
+      value: number, as the paper prints it.
+      unjudged: answers without the verdict of a judge.
+      left_out: questions without a reply, which the number leaves out.
+    """
 
     value: float
     unjudged: int = 0
+    left_out: int = 0
 
 
 class NumberSource(Protocol):
@@ -187,19 +194,25 @@ class Score(NamedTuple):
         summary = read_json(path)
         try:
             rows = [row for row in summary["rows"] if row["max_input"] == self.max_input]
-            scores: dict[str, Any] = {}
-            for row in rows[:1]:
-                scores |= {"average": row["average"], **row["columns"], **row["benchmarks"]}
+            if not rows:
+                return None
+            row = rows[0]
+            scores = {"average": row["average"], **row["columns"], **row["benchmarks"]}
             value = scores.get(self.name, {}).get(f"pass@{self.attempts}")
             if value is None:
                 return None
-            # Keys are columns; a benchmark of a shared column shares its mark.
-            missing = rows[0].get("unjudged", {})
-            is_mean = self.name == "average" or self.name not in rows[0]["columns"]
-            unjudged = sum(missing.values()) if is_mean else missing.get(self.name, 0)
-            return MeasuredNumber(float(100 * value["mean"]), unjudged)
+            missing = (self._count(row, kind) for kind in ("unjudged", "left_out"))
+            return MeasuredNumber(float(100 * value["mean"]), *missing)
         except MALFORMED as error:
             raise ValueError(f"{path}: not a summary of an evaluation ({error!r})") from error
+
+    def _count(self, row: Mapping[str, Any], kind: str) -> int:
+        """Return the number of answers or questions that the score lacks, `kind` of the summary."""
+        # A benchmark of a shared column counts its own; columns count for all their benchmarks.
+        if self.name in row["benchmarks"]:
+            return row["benchmarks"][self.name].get(kind, 0)
+        by_column = row.get(kind, {})
+        return sum(by_column.values()) if self.name == "average" else by_column.get(self.name, 0)
 
 
 class Mean(NamedTuple):
@@ -213,8 +226,8 @@ class Mean(NamedTuple):
         present_numbers = [number for number in numbers if number is not None]
         if len(present_numbers) < len(numbers):
             return None
-        values, unjudged = zip(*present_numbers, strict=True)
-        return MeasuredNumber(statistics.fmean(values), sum(unjudged))
+        values, unjudged, left_out = zip(*present_numbers, strict=True)
+        return MeasuredNumber(statistics.fmean(values), sum(unjudged), sum(left_out))
 
 
 class MetricMean(NamedTuple):

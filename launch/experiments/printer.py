@@ -19,6 +19,11 @@ from launch.experiments.experiment import (
     join,
 )
 
+# Mark of a number -> note below the table.
+_NOTES = {
+    "*": "\\* answers without a judge's verdict: the evaluation's folder says how many",
+    "\N{DAGGER}": "\N{DAGGER} questions without a reply, left out: the folder lists them",
+}
 # Benchmarks of a family are read from one folder, so the overview lists the folder once.
 _FAMILIES = ("helmet", "mrcr", "needle", "ruler")
 
@@ -53,29 +58,31 @@ def _line(module: str, *flags: str) -> str:
 def table(experiment: Experiment, workdir: str) -> str:
     """Format the rows as Markdown; a cell has the paper's number and the row's measured number.
 
-    A star marks a number over answers that lack the verdict of a judge.
+    A star marks a number over answers that lack the verdict of a judge, a dagger a number without
+    questions that lack a reply.
     """
-    lines, unjudged = [["paper / here", *(column.title for column in experiment.columns)]], 0
+    lines = [["paper / here", *(column.title for column in experiment.columns)]]
     lines.append(["---", *["---:"] * len(experiment.columns)])
+    marks: set[str] = set()
     for row in experiment.rows:
         folder = epath.Path(workdir) / row.place
         here = [
             column.source.read(folder) if column.source and not row.reason else None
             for column in experiment.columns
         ]
-        unjudged += sum(number.unjudged for number in here if number)
         cells = [_cell(*pair) for pair in zip(row.paper, here, strict=True)]
         lines.append([f"{row.name} ({row.reason})" if row.reason else row.name, *cells])
-    note = (
-        "\n\n\\* answers without a judge's verdict: the evaluation's folder says how many"
-        if unjudged
-        else ""
-    )
-    return "\n".join(_markdown(line) for line in lines) + note
+        marks.update(mark for number in here if number for mark in _marks(number))
+    notes = [note for mark, note in _NOTES.items() if mark in marks]
+    return "\n\n".join(["\n".join(_markdown(line) for line in lines), *notes])
+
+
+def _marks(number: MeasuredNumber) -> str:
+    return "*" * bool(number.unjudged) + "\N{DAGGER}" * bool(number.left_out)
 
 
 def _cell(paper: float | None, here: MeasuredNumber | None) -> str:
-    text = "" if here is None else f"{here.value:.4g}{'*' if here.unjudged else ''}"
+    text = "" if here is None else f"{here.value:.4g}{_marks(here)}"
     return f"{'' if paper is None else paper} / {text}".strip()
 
 

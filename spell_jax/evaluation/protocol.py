@@ -181,11 +181,11 @@ def summarize(
             for name, question_samples in groups.items()
         }
         summary = aggregate(scores, shared, seed)
+        counts = Counter(key[1] for key in left_out if key[0] == limit)
         for name, question_samples in groups.items():
-            summary["benchmarks"][name] |= _counts(question_samples)
+            summary["benchmarks"][name] |= _counts(question_samples) | {"left_out": counts[name]}
             if parts := _parts(question_samples, samples, name, seed):
                 summary["benchmarks"][name]["by"] = parts
-        counts = Counter(key[1] for key in left_out if key[0] == limit)
         for kind, by_name in (
             ("unjudged", {name: summary["benchmarks"][name]["unjudged"] for name in groups}),
             ("left_out", counts),

@@ -18,6 +18,8 @@ from launch import commands, plan, site, topologies, xmanager
 from launch.experiments import __main__ as command
 from launch.experiments import printer, registry
 from launch.experiments.experiment import (
+    Column,
+    EvaluationCommand,
     Experiment,
     FirstOf,
     Mean,
@@ -471,14 +473,25 @@ def test_commands_train_each_run_once_and_quote_for_a_shell():
 
 
 def _write_summary(
-    folder: Path, max_input: int, scores: dict[str, float], unjudged: dict[str, int] | None = None
+    folder: Path,
+    max_input: int,
+    scores: dict[str, float],
+    unjudged: dict[str, int] | None = None,
+    left_out: dict[str, int] | None = None,
 ) -> None:
-    aggregates = protocol.aggregate(
-        {n: [[s] * 2] for n, s in scores.items()}, benchmarks.COLUMNS, 0
+    values = {"tokens_in": 1, "tokens_out": 1, "prediction": "", "truncated": False}
+    values |= {"max_input": max_input, "rule": 0.0, "judge": None, "stopped": True}
+    rows = [
+        values | {"benchmark": name, "final": score, "unjudged": at < (unjudged or {}).get(name, 0)}
+        for name, score in scores.items()
+        for at in range(4)
+    ]
+    keys = [(max_input, name, str(at)) for name, n in (left_out or {}).items() for at in range(n)]
+    summaries = protocol.summarize(
+        rows, list(scores), [max_input], 2, benchmarks.COLUMNS, 0, left_out=keys
     )
     folder.mkdir(parents=True)
-    row = {"max_input": max_input} | aggregates | ({"unjudged": unjudged} if unjudged else {})
-    (folder / "summary.json").write_text(json.dumps({"rows": [row]}))
+    (folder / "summary.json").write_text(json.dumps({"rows": summaries}))
 
 
 def _write_judgment(folder: Path, shares: dict[str, float], unanswered: int = 0) -> None:
@@ -597,6 +610,38 @@ def test_scores_without_all_verdicts_have_a_star(tmp_path):
     (row,) = (line for line in table.splitlines() if line.startswith("| Qwen3-14B + EAPO |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[1] == "36.0 / 50" and cells[3] == "57.0 / 50*" and cells[-1] == "55.0 / 50*"
+    assert "left out" not in table
+
+
+def test_scores_without_all_questions_have_a_dagger(tmp_path):
+    names = ("docmath", "frames")
+    _write_summary(
+        tmp_path / "long", 16_384, dict.fromkeys(names, 0.5), {"docmath": 1}, {"docmath": 2}
+    )
+    columns = [Column(name, Score("long", name, 16_384)) for name in (*names, "average")]
+    columns.append(Column("mean", Mean(tuple(Score("long", name, 16_384) for name in names))))
+    row = TableRow("a", (None,) * 4, folder=".", evaluations=(EvaluationCommand("long", ()),))
+    table = printer.table(Experiment("e", "t", tuple(columns), (row,)), str(tmp_path))
+    marked = "/ 50*\N{DAGGER}"
+    assert f"| a | {marked} | / 50 | {marked} | {marked} |" in table
+    assert "\n\n\\* answers" in table and "\n\n\N{DAGGER} questions without a reply" in table
+
+
+def test_benchmark_of_a_shared_column_counts_its_own_answers(tmp_path):
+    """A judge missed answers about musique and frames, none about hotpotqa."""
+    scores = dict.fromkeys(("frames", "2wikimqa", "hotpotqa", "musique"), 0.5)
+    missing = {"frames": 3, "musique": 2}
+    _write_summary(tmp_path / "long", 16_384, scores, missing, missing)
+    names = ("hotpotqa", "musique", "frames", "LB-MQA", "average")
+    numbers = {name: Score("long", name, 16_384).read(epath.Path(tmp_path)) for name in names}
+    counts = {name: number and number[1:] for name, number in numbers.items()}
+    assert counts == {
+        "hotpotqa": (0, 0),
+        "musique": (2, 2),
+        "frames": (3, 3),
+        "LB-MQA": (2, 2),
+        "average": (5, 5),
+    }
 
 
 def test_validations_are_the_curve_of_figure_5(tmp_path):
