@@ -71,6 +71,7 @@ def get_config(model: str = "qwen3-14b") -> Config:
     # The paper's scores were computed from fewer forms of an answer than the default reads.
     config.algorithm.extract = "paper"
     config.algorithm.keep_equal = True  # its GRPO leaves no group out
+    config.algorithm.deviation = "population"  # Eq. 1 divides by the plain deviation
     config.policy.folder = f"models/{row.folder}"
     if row.yarn > 1:  # the longest prompt and answer have 131,072 positions
         config.policy.update(rope_scaling="yarn", rope_factor=row.yarn)

@@ -447,7 +447,9 @@ def define_flags(*, config: bool = True) -> None:
     flags.DEFINE_integer("length", None, "Prompt tokens P (default: config.sampler.max_prompt).")
     flags.DEFINE_string("policy", "", "Hugging Face config.json (default: that of policy.folder).")
     flags.DEFINE_integer("layers", 0, "Number of layers, for quick trials.", lower_bound=0)
-    flags.mark_flags_as_required(["config", "topology"][not config :])
+    flags.mark_flag_as_required("topology")
+    if config:
+        flags.mark_flag_as_required("config")
 
 
 def read_flags(

@@ -7,7 +7,7 @@ Build the clusters, then train on them, after a warm start on the same texts (co
         --workdir=runs/folder
 
 The clusters fit prompts of 512 tokens, as that config has them. For another length of prompts
-append it, `configs/data/folder.py:PATH:18000`; it is sampler.max_prompt of the run.
+append it, `configs/data/folder.py:PATH:16384`; it is sampler.max_prompt of the run.
 """
 
 from typing import Any

@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
+from spell_jax.learner.advantages import group_advantages
 from spell_jax.runtime.config import check_choice, naming
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import prompts, rules
@@ -13,6 +14,8 @@ from spell_jax.selfplay.judge import JUDGE_RULES, JUDGE_TEMPLATES
 
 # Comparisons of texts, or questions to an external judge.
 RULES = ("match", "exact", "f1", "brief", *JUDGE_RULES)
+# Delta degrees of freedom: the sum of squares is divided by the number of rewards minus this.
+DDOF = {"sample": 1, "population": 0}
 TRUNCATED = ("zero", "score", "drop")  # what happens to an answer that its token cap cut off
 
 
@@ -39,6 +42,9 @@ class AlgorithmConfig:
         it is read, so an answer scores 0, a proposal is of bad format, a vote malformed. "score":
         its text is read like a finished one. "drop": it is left out of rewards and update. Held-out
         evaluation always reads the text.
+      divide_by_deviation: whether advantages are divided by their group's deviation.
+      deviation: deviation of rewards: "population", the plain deviation of the papers' equations
+        (SPELL's 3, 8 and 9, EAPO's 1), or "sample" (ddof 1, SPELL's public code).
     """
 
     name: str = ""
@@ -52,10 +58,23 @@ class AlgorithmConfig:
     extract: str = "lenient"
     # As in SPELL's public code, where an answer without its end scores 0 and is trained on.
     truncated: str = "zero"
+    divide_by_deviation: bool = True
+    deviation: str = "sample"
 
     def __post_init__(self):
         check_choice(self, "algorithm.", rule=RULES, judge_template=tuple(JUDGE_TEMPLATES))
         check_choice(self, "algorithm.", extract=rules.EXTRACTS, truncated=TRUNCATED)
+        check_choice(self, "algorithm.", deviation=tuple(DDOF))
+
+    @property
+    def ddof(self) -> int:
+        """Delta degrees of freedom of `deviation`."""
+        return DDOF[self.deviation]
+
+    def to_advantages(self, scores: Sequence[float]) -> list[float]:
+        """Return the advantages of a group's scores [G]."""
+        divide = self.divide_by_deviation
+        return group_advantages(scores, divide_by_deviation=divide, ddof=self.ddof).tolist()
 
     def load_prompts(self) -> prompts.Prompts:
         """Read the prompt templates; ValueError if they are not there or damaged."""

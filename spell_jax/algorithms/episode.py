@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
 from spell_jax.algorithms.base import USED, Annotation, JudgeFunction, Replies, Reply
 from spell_jax.data.clusters import Cluster
-from spell_jax.learner.advantages import group_advantages
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime import distributed
 from spell_jax.runtime.metrics import Metrics
@@ -154,10 +153,13 @@ def judge_answers(
 
 
 def responder_groups(
-    episodes: Sequence[QuestionEpisode], divide_by_deviation: bool, keep_equal: bool = False
+    episodes: Sequence[QuestionEpisode],
+    to_advantages: Callable[[Sequence[float]], list[float]],
+    keep_equal: bool = False,
 ) -> tuple[list[TrainGroup], list[Annotation]]:
     """Return the responder's groups (GRPO), without groups of equal rewards unless `keep_equal`.
 
+    `to_advantages` maps a group's scores [G] to advantages [G] (AlgorithmConfig.to_advantages).
     If algorithm.truncated = "drop" leaves one answer, it has nothing to compare with: no group.
     """
     groups, annotations = [], []
@@ -168,7 +170,7 @@ def responder_groups(
             why = "equal_rewards" if e.response else e.status
             annotations.append(Annotation(used={"responder": why}))
             continue
-        advantages = group_advantages(e.scores, divide_by_deviation=divide_by_deviation).tolist()
+        advantages = to_advantages(e.scores)
         groups.append(e.response.group(advantages, "responder"))
         annotations.append(Annotation({"responder": advantages}, {"responder": USED}))
     return groups, annotations

@@ -174,7 +174,7 @@ class Eapo:
     ) -> tuple[list[TrainGroup], list[Annotation]]:
         """Return the policy's groups, and at a refresh the reward model's, with annotations."""
         c = self.config
-        groups, annotations = responder_groups(episodes, c.divide_by_deviation, c.keep_equal)
+        groups, annotations = responder_groups(episodes, c.to_advantages, c.keep_equal)
         return groups + [scoring.group() for e in episodes for scoring in e.refresh], annotations
 
     def metrics(self, episodes: Sequence[EapoEpisode]) -> Metrics:

@@ -32,10 +32,10 @@ class EapoConfig(AlgorithmConfig):
       most_rollouts: most scorings kept for a refresh, each with the confirmed scores of a group;
         the oldest are dropped first.
       scoring_temperature: sampling temperature of the reward model; 0: greedy. Rejection
-        fine-tuning (section 3.3) selects among replies that differ: to imitate greedy replies, of
-        which a model is sure, changes nothing (launch/experiments/notebooks/eapo_tiny.md).
+        fine-tuning (section 3.3) selects among replies that differ. In the tiny world the reward
+        model learned to order answers neither from greedy nor from sampled replies
+        (launch/experiments/notebooks/eapo_tiny.md).
       retries: further calls to the reward model after a malformed reply.
-      divide_by_deviation: whether advantages are divided by their group's deviation (Eq. 1).
       keep_equal: whether groups of equal rewards are trained on too (Eq. 1 leaves none out:
         configs/eapo.py). Their advantages are 0, but the loss is averaged over them as well.
     """
@@ -53,7 +53,6 @@ class EapoConfig(AlgorithmConfig):
     scoring_temperature: float = 1.0
     # The paper does not say what happens after a malformed reply (docs/algorithms.md, EAPO).
     retries: int = 1
-    divide_by_deviation: bool = True
     keep_equal: bool = False
 
     def __post_init__(self):

@@ -65,7 +65,6 @@ class ReconstructionConfig(AlgorithmConfig):
       cut_documents: whether a document with a prompt over the cap is cut to a window of
         neighboring paragraphs. Otherwise it is dropped and counted, and another one is taken (the
         paper's code).
-      divide_by_deviation: whether advantages are divided by their group's deviation.
       keep_equal: whether groups of equal rewards are trained on too (the paper's code). Their
         advantages are 0, but the loss is averaged over them as well.
       evaluation_puzzles: held-out puzzles of each K before and after a run.
@@ -88,7 +87,6 @@ class ReconstructionConfig(AlgorithmConfig):
     # at commit 2c5cfb4.
     adjacent_gaps: bool = False
     cut_documents: bool = False
-    divide_by_deviation: bool = True
     keep_equal: bool = True
     # The paper validates on 500 samples (section 4). Equal numbers of each K are our choice.
     evaluation_puzzles: int = 125
@@ -248,7 +246,7 @@ class Reconstruction:
         self, episodes: Sequence[ReconstructionEpisode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
         c = self.config
-        return responder_groups(episodes, c.divide_by_deviation, c.keep_equal)
+        return responder_groups(episodes, c.to_advantages, c.keep_equal)
 
     def metrics(self, episodes: Sequence[ReconstructionEpisode]) -> Metrics:
         """Return shares of statuses, rewards and the rewards of a guess, in total and by K."""

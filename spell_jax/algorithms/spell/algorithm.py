@@ -35,7 +35,7 @@ from spell_jax.algorithms.spell.config import PROGRESS, SpellConfig
 from spell_jax.algorithms.spell.episode import Advantages, SpellEpisode, documents_of
 from spell_jax.algorithms.spell.record import add_metrics, annotate, make_record
 from spell_jax.data.clusters import CLOZE, LETTERS, Cluster
-from spell_jax.learner.advantages import group_advantages, questioner_advantages
+from spell_jax.learner.advantages import questioner_advantages
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.metrics import Metrics
@@ -388,7 +388,7 @@ class Spell:
         batch, surplus = selection.split_groups(scores, self.config.questions)
         good = [answered[i] for i in (batch + surplus if self.config.keep_surplus else batch)]
         advantages: Advantages = {
-            (n, "responder", 0): self._group_advantages(episodes[n].scores) for n in good
+            (n, "responder", 0): self.config.to_advantages(episodes[n].scores) for n in good
         }
         # Generators of their own: a switch of one role does not change the samples of another.
         if self.config.train_questioner:
@@ -474,13 +474,9 @@ class Spell:
             balance=c.balance_verdicts,
         )
         return {
-            (n, "verifier", i): self._group_advantages(self._verifier_rewards(votes))
+            (n, "verifier", i): c.to_advantages(self._verifier_rewards(votes))
             for n, i, votes in (eligible[at] for at in positions)
         }
-
-    def _group_advantages(self, scores: Sequence[float]) -> list[float]:
-        divide, ddof = self.config.divide_by_deviation, self.config.ddof
-        return group_advantages(scores, divide_by_deviation=divide, ddof=ddof).tolist()
 
     def metrics(self, episodes: Sequence[SpellEpisode]) -> Metrics:
         """Compute shares and means over all episodes and per task (spec section 10)."""

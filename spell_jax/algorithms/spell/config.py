@@ -16,8 +16,6 @@ PROGRESS = "progress"
 MAPPINGS = (*rewards.MAPPINGS, PROGRESS)
 REMEMBERED = ("new", "shown")
 NORMALIZATIONS = ("batch", "task", "cluster", "batch+cluster")
-# Delta degrees of freedom: the sum of squares is divided by the number of rewards minus this.
-DDOF = {"sample": 1, "population": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +87,6 @@ class SpellConfig(AlgorithmConfig):
         has 51 to 99 % of the well-formed votes, so 7 to 1 malformed are left out, and ties.
       consistency_gate: whether the verifier is trained only where its majority equals the rule.
       balance_verdicts: whether as many yes as no groups of the verifier are trained on.
-      divide_by_deviation: whether advantages are divided by their group's deviation (3, 8).
-      deviation: deviation of rewards, (3), (8) and (9): "population" (the plain deviation of the
-        equations) or "sample" (ddof 1, the paper's code).
       keep_surplus: whether all questions with mixed rewards are trained on, beyond `questions`.
     """
 
@@ -148,8 +143,6 @@ class SpellConfig(AlgorithmConfig):
     verifier_conflict: str = selection.ANY
     consistency_gate: bool = True
     balance_verdicts: bool = False
-    divide_by_deviation: bool = True
-    deviation: str = "sample"
     keep_surplus: bool = False
 
     def __post_init__(self):
@@ -158,7 +151,6 @@ class SpellConfig(AlgorithmConfig):
         check_choice(self, "algorithm.", reference_source=REFERENCE_SOURCES)
         check_choice(self, "algorithm.", responder_reward=RESPONDER_REWARDS)
         check_choice(self, "algorithm.", questioner_normalization=NORMALIZATIONS)
-        check_choice(self, "algorithm.", deviation=tuple(DDOF))
         check_choice(self, "algorithm.", verifier_conflict=selection.CONFLICTS)
         check_least(self, "algorithm.", questions=1, generation_batch=1, max_generations=1)
         check_least(self, "algorithm.", questions_per_cluster=1, probes=1)
@@ -188,11 +180,6 @@ class SpellConfig(AlgorithmConfig):
     def as_read(self, documents: Sequence[str]) -> Sequence[str]:
         """Return the documents for prompts of answers, numbered if an answer shall name one."""
         return evidence.number_documents(documents) if self.document_share else documents
-
-    @property
-    def ddof(self) -> int:
-        """Delta degrees of freedom of `deviation`."""
-        return DDOF[self.deviation]
 
     @property
     def has_verifier(self) -> bool:

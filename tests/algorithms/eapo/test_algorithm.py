@@ -379,6 +379,11 @@ def test_groups_with_equal_rewards_are_not_trained_on():
     (group,) = to_groups(algorithm, [episode])
     centered = np.array(episode.scores) - np.mean(episode.scores)
     assert np.asarray(group.advantages) == pytest.approx(centered, abs=1e-6)
+    for deviation, ddof in (("sample", 1), ("population", 0)):
+        algorithm, _, episode = run_question(deviation=deviation)
+        (group,) = to_groups(algorithm, [episode])
+        expected_advantages = centered / np.std(episode.scores, ddof=ddof)
+        assert np.asarray(group.advantages) == pytest.approx(expected_advantages, abs=1e-4)
 
 
 # ------------------------------------------------------------------------------------ Co-evolution

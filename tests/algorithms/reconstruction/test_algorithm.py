@@ -245,6 +245,13 @@ def test_advantages_without_deviation_are_centered_rewards():
         assert list(group.advantages) == pytest.approx([s - mean for s in e.scores], abs=1e-6)
 
 
+def test_advantages_have_the_chosen_deviation():
+    algorithm, _, episodes = run(deviation="population")
+    for group, e in zip(to_groups(algorithm, episodes), episodes, strict=True):
+        expected_advantages = (np.array(e.scores) - np.mean(e.scores)) / np.std(e.scores)
+        assert list(group.advantages) == pytest.approx(expected_advantages, abs=1e-4)
+
+
 # ------------------------------------------------------------------------------------------ Records
 
 
