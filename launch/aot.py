@@ -426,15 +426,19 @@ def make_mesh(config: Config, topology: topologies.Topology) -> jax.sharding.Mes
 def read_program(path: str, mesh: jax.sharding.Mesh) -> Program:
     """Run a Python file and return the program of its `abstract_program(mesh)`.
 
-    FileNotFoundError without the file, ValueError without the function.
+    FileNotFoundError without the file, ValueError if the file or its function fails.
     """
     file = pathlib.Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"program = {path!r}: must be a Python file")
-    names = runpy.run_path(path, run_name=file.stem)
-    if "abstract_program" not in names:
-        raise ValueError(f"program = {path!r}: must define abstract_program(mesh)")
-    function, arguments = names["abstract_program"](mesh)
+    try:
+        names = runpy.run_path(path, run_name=file.stem)
+        if "abstract_program" not in names:
+            raise ValueError("must define abstract_program(mesh)")
+        function, arguments = names["abstract_program"](mesh)
+    except (Exception, SystemExit) as error:  # of the user's code; --debug shows its traceback
+        reason = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"program = {path!r}: {reason}") from error
     return Program(file.stem, (), 0, function, arguments, mesh)
 
 
@@ -470,7 +474,9 @@ def read_flags(
 
 
 def check_flags(flag_values: flags.FlagValues) -> None:
-    """Raise UsageError if a flag of a run is given with --program, which ignores it."""
+    """Raise UsageError if not one of --config and --program is given, or a flag has no effect."""
+    if bool(flag_values.config) == bool(flag_values.program):
+        raise app.UsageError("one of --config and --program must be given")
     for name in ("phase", "policy", "layers", "length"):
         if flag_values.program and flag_values[name].present:
             raise app.UsageError(f"--{name}: has no effect with --program, must not be given")
@@ -498,9 +504,4 @@ if __name__ == "__main__":
     define_flags(config=False)
     flags.DEFINE_enum("phase", "all", ("all", *PHASES), "Programs to compile.")
     flags.DEFINE_string("program", "", "File with abstract_program(mesh), instead of --config.")
-    flags.register_multi_flags_validator(
-        ["config", "program"],
-        lambda values: bool(values["config"]) != bool(values["program"]),
-        "one of --config and --program must be given",
-    )
     entry.run_main(main)

@@ -108,9 +108,14 @@ def judge_answers(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> 
         out.mkdir(parents=True, exist_ok=True)
 
     distributed.broadcast(read)
-    entry.setup_done()
     asked_answers = [answer for answer in answers if answer.item is not None]
     verdicts = judge.judge([answer.item for answer in asked_answers if answer.item is not None])
+    if verdicts and set(verdicts) == {UNANSWERED}:
+        raise ValueError(
+            f"judge: no reply to any of {len(verdicts)} prompts, as the warnings say; check "
+            "--judge_url, --judge_model and the key in SPELL_JUDGE_KEY, and start again"
+        )
+    entry.setup_done()
     for answer, verdict in zip(asked_answers, verdicts, strict=True):
         if verdict < 0:
             answer.missing = MISSING[verdict]

@@ -174,17 +174,16 @@ def test_errors_at_several_limits_are_not_one_share(server, tmp_path, monkeypatc
         judge(server, {}, flag_values, tmp_path / "out")
 
 
-def test_endpoint_that_is_down_gives_no_shares_of_errors(server, tmp_path, monkeypatch):
+def test_endpoint_that_is_down_gives_no_judgments(server, tmp_path, monkeypatch):
     monkeypatch.setattr(judgments.registry, "load", load)
     write_evaluation(tmp_path / "in", {"0": (0.0, "a"), "1": (1.0, "b")})
     fields = {"benchmarks": ["lb"], "data": str(tmp_path)}
     flag_values = make_flags(server.url, "errors", tmp_path / "in", **fields)
-    result, _ = judge(server, {"": DOWN}, flag_values, tmp_path / "out")
-    assert result["shares"] == {} and result["unanswered"] == 1
-    assert judgments.describe(result).splitlines() == [
-        "errors of 2: no verdicts",
-        "no verdict on 1 of 1 that were asked: 0 malformed, 1 unanswered",
-    ]
+    with pytest.raises(
+        ValueError, match=r"judge: no reply to any of 1 prompts, .* check --judge_url"
+    ):
+        judge(server, {"": DOWN}, flag_values, tmp_path / "out")
+    assert not (tmp_path / "out" / "judgments.json").exists()
     (tmp_path / "in" / runner.SUMMARY).unlink()
     with pytest.raises(FileNotFoundError, match="must be the folder of a finished evaluation"):
         judge(server, {}, flag_values, tmp_path / "out")

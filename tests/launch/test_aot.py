@@ -407,11 +407,14 @@ def test_the_examples_step_compiles_for_a_tpu_slice():
 @pytest.mark.parametrize("flag", ["--length=8", "--policy=a", "--layers=1", "--phase=update"])
 def test_flags_of_a_run_are_refused_with_a_program_of_a_file(flag):
     values = flags.FlagValues()
-    for name in ("program", "length", "policy", "layers", "phase"):
+    for name in ("config", "program", "length", "policy", "layers", "phase"):
         flags.DEFINE_string(name, None, "", flag_values=values)
     values(["aot", "--program=a.py", flag])
     name = flag.partition("=")[0]
     with pytest.raises(app.UsageError, match=f"{name}: has no effect with --program"):
+        aot.check_flags(values)
+    values.config = "a.py"
+    with pytest.raises(app.UsageError, match="one of --config and --program must be given"):
         aot.check_flags(values)
     values.program = ""
     aot.check_flags(values)
@@ -426,6 +429,15 @@ def test_a_program_of_a_file_is_read(tmp_path):
     )
     line = aot.measure_program(aot.read_program(str(file), mesh), hbm=2**30)
     assert (line["program"], line["phase"], line["fits"]) == ("double", "program", True)
+    for code, message in (
+        ("def abstract_program(mesh: return", "SyntaxError"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("def abstract_program(mesh):\n    return 1\n", "TypeError: cannot unpack"),
+    ):
+        file.write_text(code)
+        with pytest.raises(ValueError, match=rf"program = '.*double\.py': {message}"):
+            aot.read_program(str(file), mesh)
     file.write_text("x = 1\n")
     with pytest.raises(ValueError, match="must define abstract_program"):
         aot.read_program(str(file), mesh)
