@@ -123,8 +123,9 @@ class Judge:
         self.counts["cached"] += len(prompts) - len(unknown)
         self.counts["asked"] += len(unknown)
         for index, reply in self._ask(unknown):
-            prompt = unknown[index]
-            verdicts[self._key(prompt)] = self._record(prompt, reply)
+            # A local policy replies on all processes, to the prompts of process 0.
+            if index < len(unknown):
+                verdicts[self._key(unknown[index])] = self._record(unknown[index], reply)
         if failed := [*verdicts.values()].count(UNANSWERED):
             self.counts["failed"] += failed
             log.warning(

@@ -239,6 +239,7 @@ def test_evaluation_of_inputs_in_a_bucket_equals_a_local_one(inputs, tmp_path, m
         flag_values |= dict.fromkeys(("endpoint", "model", "tokenizer"), "")
         flag_values |= {"workdir": top, "data": f"{top}/data", "benchmarks": ["gsm8k"], "limit": 2}
         flag_values |= {"max_input": ["32"], "answer_format": "plain", "dtype": "float32"}
+        flag_values |= {"rule": "match_or_judge", "endpoint_workers": 16, "endpoint_rate": 0.0}
         flag_values |= {"samples": 2, "temperature": 0.7, "top_p": 0.95, "max_tokens": 4, "seed": 0}
         config = runner.from_flags(SimpleNamespace(**flag_values, rope_factor=1.0))
         runner.evaluate(config, tmp_path / str(number), "noise", None, evaluating.SIZES)
