@@ -28,7 +28,8 @@ _OUTSIDE = {
     "launch/experiments/notebooks/without_labels.md": "notebooks/without_labels.md",
 }
 _SOURCES = {page: name for name, page in _OUTSIDE.items()}
-_FILES = ("LICENSE", "CITATION.cff", "CHANGELOG.md")  # shown as text, as files of launch/ are
+# Shown as text, as files of launch/ and examples/ are.
+_FILES = ("LICENSE", "CITATION.cff", "CHANGELOG.md")
 _LINK = re.compile(r"\[(?P<text>[^]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
@@ -64,7 +65,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         target = os.path.normpath(os.path.join(folder, link["path"]))
         if target in _FILES:
             return f"`{target}`"
-        if target.startswith("launch/") and target not in _OUTSIDE:
+        if target.startswith(("launch/", "examples/")) and target not in _OUTSIDE:
             return link["text"]
         target = _OUTSIDE.get(target, target.removeprefix("docs/"))
         path = os.path.relpath(target, os.path.dirname(name))

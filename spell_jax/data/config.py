@@ -96,7 +96,7 @@ class DataConfig:
 
     Attributes:
       source: "tiny", "tiny_stories" or "ladder" (generated worlds), a folder of .txt and .md files,
-        a .jsonl, a folder that data_pipeline built, or "tfds:NAME[/CONFIG][:VERSION]", a prepared
+        a .jsonl, a folder that data_pipeline built, or `tfds:NAME[/CONFIG][:VERSION]`, a prepared
         tensorflow-datasets set. A built folder keeps its clusters and tasks.
       tfds_data_dir: directory of prepared sets, local or gs://; "" for the environment's
         TFDS_DATA_DIR, else ~/tensorflow_datasets.

@@ -1,6 +1,6 @@
 """Prepared tensorflow-datasets sets: their folders, and the texts of their records.
 
-1. "tfds:NAME[/CONFIG][:VERSION]" names a set that TFDS has prepared in a data directory, local or
+1. `tfds:NAME[/CONFIG][:VERSION]` names a set that TFDS has prepared in a data directory, local or
    gs://. Only its files are read: nothing is downloaded from the set's publisher, no code of other
    packages is imported, and TensorFlow is not needed.
 2. A split of a set is a list of shards: files of ArrayRecord, Parquet or TFRecord with one
@@ -48,7 +48,7 @@ class TfdsSource:
     """Name of a prepared set, and which of its texts are read.
 
     Attributes:
-      name: "tfds:NAME[/CONFIG][:VERSION]"; without a version, the newest one.
+      name: `tfds:NAME[/CONFIG][:VERSION]`; without a version, the newest one.
       data_dir: directory of prepared sets; "" for the environment's TFDS_DATA_DIR, else
         ~/tensorflow_datasets.
       text_feature: feature of a document's text, "a/b" for a feature b in a; "" for "text" or the
