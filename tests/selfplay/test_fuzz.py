@@ -129,7 +129,7 @@ NO_READERS = {
 # Readers of files and replies, with a test of their own below.
 ELSEWHERE = {
     "judge.Judge.judge",
-    *("endpoint.Endpoint.reply", "endpoint.Endpoint.chat"),
+    "endpoint.Endpoint.chat",
     "short.score_math",  # in test_short.py: a process for each text is too slow here
     "memory.QuestionMemory.load_state_dict",
 }

@@ -111,7 +111,7 @@ def test_judge_template_selects_prompt_and_parser(template, verdicts, monkeypatc
     def endpoint(config):
         def ask(prompts):
             judge_prompts.extend(prompts)
-            yield from zip(prompts, ("[[YES]]", "A"), strict=True)
+            yield from enumerate(("[[YES]]", "A"))
 
         return ask
 
