@@ -20,7 +20,7 @@ from spell_jax.config import default_config
 from spell_jax.configs import paper
 from spell_jax.runtime.config import Config
 
-# Questions of the paper's static set, about (Appendix E.5). data.questions has those of a run.
+# Questions of the paper's static set, about (Appendix E.5). A run reads data.questions.
 QUESTIONS = 3000
 
 

@@ -29,7 +29,7 @@ from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import read_records, write_records
 from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import Options
-from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Item, Judge
+from spell_jax.selfplay.judge import MISSING, Item, Judge
 
 log = logging.getLogger(__name__)
 
@@ -300,7 +300,7 @@ def ask_judge(
     ]
     verdicts = judge.judge([item for _, item in requests])
     for (row, _), verdict in zip(requests, verdicts, strict=True):
-        row["judge"] = {MALFORMED: "malformed", UNANSWERED: "unanswered"}.get(verdict, verdict)
+        row["judge"] = MISSING.get(verdict, verdict)
         # Verdicts below 0 are malformed or missing.
         row["unjudged"] = verdict < 0
         # EAPO's section 4 has the judge's score alone, SPELL's Appendix E.2 the maximum of both.

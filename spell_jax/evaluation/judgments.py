@@ -30,13 +30,12 @@ from spell_jax.runtime import distributed, entry, paths
 from spell_jax.runtime.jsonl import read_json, require_records, write_json, write_records
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import evidence
-from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Item, Template, parse_letter
+from spell_jax.selfplay.judge import MISSING, UNANSWERED, Item, Template, parse_letter
 from spell_jax.selfplay.prompts import Prompts
 from spell_jax.selfplay.rules import visible_text
 
 RESULT, JUDGED = "judgments.json", "judged.jsonl"
 LEAST_REASONINGS = 2  # that can be compared
-MISSING = {MALFORMED: "malformed", UNANSWERED: "unanswered"}
 # Names of the verdicts, by the number that the judge's reply is parsed into.
 VERDICTS = {
     "outcome": ("wrong", "right"),

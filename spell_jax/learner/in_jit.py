@@ -64,8 +64,8 @@ def score_replies(
 def masked_advantages(rewards: jax.Array, included: jax.Array, *, ddof: int = 1) -> jax.Array:
     """Normalize rewards [B] over the rows that `included`, bool [B], marks; other rows get 0.
 
-    The values are those of `advantages.questioner_advantages` of the marked rows alone (paper
-    Eq. 9), float32. `ddof` is as in `advantages.group_advantages`.
+    The values equal `advantages.questioner_advantages` of the marked rows alone (paper Eq. 9),
+    float32. `ddof` is as in `advantages.group_advantages`.
     """
     count = jnp.sum(included)
     # The subtraction makes equal rewards 0, although their mean may be rounded.

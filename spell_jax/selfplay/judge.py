@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 # Environment variable of a judge's key. Configs are written to disk, keys are not.
 JUDGE_KEY = "SPELL_JUDGE_KEY"
 MALFORMED, UNANSWERED = -1, -2
+MISSING = {MALFORMED: "malformed", UNANSWERED: "unanswered"}  # names of missing verdicts
 
 _MARKS = " \t\n*`'\"()[]."  # around a grade's letter
 

@@ -13,7 +13,7 @@ import pytest
 
 from examples import jitted_step
 from examples.jitted_step import Config, Host
-from spell_jax.algorithms.base import Replies, Reply
+from spell_jax.algorithms.base import Replies, Reply, make_reply
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.data import tiny_world
@@ -129,7 +129,9 @@ class SampledModels:
             for n, size in zip(places, lengths, strict=True)
         ]
         texts = [self._c.tokenizer.decode(sample.tokens.tolist()) for sample in samples]
-        return Reply(prompt.tolist(), samples, texts, scored_truncated=False)
+        reply = make_reply(prompt.tolist(), samples, texts, self._c.algorithm.truncated)
+        assert reply is not None
+        return reply
 
     async def ask(
         self,
