@@ -68,6 +68,7 @@ setup(
         "etils[epath]>=1.13.0",
         "fsspec>=2025.3.0",
         "chex>=0.1.90",
+        "jaxtyping>=0.3.11",
         "numpy>=2.0.2",
         "sentencepiece>=0.2.2",
         "safetensors>=0.5.3",
@@ -121,6 +122,7 @@ setup(
             "pytest>=9.2.0",
             "pytest-xdist>=3.8.0",
             "hypothesis>=6.170.15",
+            "beartype>=0.22.9",  # checks the shapes that jaxtyping states
             "beautifulsoup4>=4.15.0",
             RUFF,
             # With Node.js from a wheel, so that a machine without it can run pyright.

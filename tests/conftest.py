@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from jaxtyping import install_import_hook
 
+from tests import shape_checks
 from tests.paths import ROOT
 
 FAKE_DEVICES = "--xla_force_host_platform_device_count=8"
@@ -28,6 +30,11 @@ def _set_environment() -> None:
 
 
 _set_environment()
+# Shapes and dtypes of annotated arrays are checked in tests; outside they cost nothing.
+install_import_hook(
+    [f"spell_jax.{room}" for room in ("attention", "learner", "policy", "sampler")],
+    f"{shape_checks.__name__}.check",
+)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell lets its background jobs ignore Ctrl-C, and programs that tests start would, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)

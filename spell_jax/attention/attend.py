@@ -18,10 +18,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int32
 
 from spell_jax.attention import chunked, context, dense, masks, splash, triton
 from spell_jax.attention import kernel as kernels
@@ -66,27 +66,23 @@ SHORT = 512
 
 
 def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    last_query: jax.Array,
-    index: jax.Array | None = None,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    last_query: Int32[Array, "B T"],
+    index: Int32[Array, "B T"] | None = None,
     name: str = "auto",
     ring: bool = False,
-) -> jax.Array:
+) -> Float[Array, "B T N H"]:
     """Compute softmax attention of packed rows on the current mesh.
 
-    q is [B, T, N, H], k and v [B, T, K, H]; query head n reads key head n // (N / K). `last_query`
-    is the mask, int32 [B, T] (masks.py); `index` is the row index of each token, int32 [B, T], None
-    if tokens are in order. `name` is one of NAMES. With `ring`, keys sharded over `context` travel
-    around a ring instead of being all-gathered.
+    Query head n reads key head n // (N / K). `last_query` is the mask (masks.py); `index` is the
+    row index of each token, None if tokens are in order. `name` is one of NAMES. With `ring`, keys
+    sharded over `context` travel around a ring instead of being all-gathered.
 
-    Returns [B, T, N, H] in q's dtype, with zeros for queries that see no key (padding).
+    The result has q's dtype, and zeros for queries that see no key (padding).
     """
     index = masks.row_index(last_query) if index is None else index
-    chex.assert_rank(q, 4)
-    chex.assert_equal_shape([k, v])
-    chex.assert_equal_shape_prefix([q, k, last_query, index], 2)
     short = name == "auto" and q.shape[1] <= SHORT
     kernel = KERNELS.get("dense" if short else name, _LONG)
     mesh = collectives.current_mesh()
@@ -114,7 +110,7 @@ def attend(
     )(q, k, v, index, index, last_query)
 
 
-def _packed(name: str, ring: bool, q, k, v, cache: Any, arrays: dict[str, jax.Array]):
+def _packed(name: str, ring: bool, q, k, v, cache: Any, arrays: dict[str, Array]):
     del cache
     return attend(q, k, v, arrays["last_query"], arrays.get("index"), name, ring), None
 

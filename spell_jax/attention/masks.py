@@ -12,35 +12,37 @@ Example, one group with a prompt of 2 tokens and answers of 2 and 1 tokens, then
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
 
 MASKED = -1e30  # masked score; finite, so that differences of masked scores are not NaN
 
 
-def row_index(last_query: jax.Array) -> jax.Array:
-    """Return the row indices of tokens that are in order, int32 [B, T]."""
+def row_index(last_query: Int32[Array, "*B T"]) -> Int32[Array, "*B T"]:
+    """Return the row indices of tokens that are in order."""
     index = jnp.arange(last_query.shape[-1], dtype=jnp.int32)
     return jnp.broadcast_to(index, last_query.shape)
 
 
-def visible(q_index: jax.Array, k_index: jax.Array, last_query: jax.Array) -> jax.Array:
-    """Return whether each query sees each key, bool [..., queries, keys].
-
-    `q_index` (int32 [..., queries]) and `k_index` (int32 [..., keys]) are row indices.
-    """
+def visible(
+    q_index: Int32[Array, "*B queries"],
+    k_index: Int32[Array, "*B keys"],
+    last_query: Int32[Array, "*B keys"],
+) -> Bool[Array, "*B queries keys"]:
+    """Return whether each query sees each key; `q_index` and `k_index` are row indices."""
     query = q_index[..., :, None]
     return (k_index[..., None, :] <= query) & (query <= last_query[..., None, :])
 
 
 def live_and_full_blocks(
-    q_index: jax.Array, k_index: jax.Array, last_query: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Classify pairs of blocks by the limits of their indices, bool [n, m] each.
+    q_index: Int32[Array, "n queries"],
+    k_index: Int32[Array, "m keys"],
+    last_query: Int32[Array, "m keys"],
+) -> tuple[Bool[Array, "n m"], Bool[Array, "n m"]]:
+    """Classify pairs of blocks, n of queries and m of keys, by the limits of their indices.
 
-    `q_index` is int32 [n, queries per block]; `k_index` and `last_query` are int32
-    [m, keys per block]. Returns `live`, whether some query of a block may see a key of the other
-    block, and `full`, whether every query sees every key.
+    Returns `live`, whether some query of a block may see a key of the other block, and `full`,
+    whether every query sees every key.
     """
     # Limits need O(T) work, a test of every query and key O(T^2). A pair that is live by its limits
     # may still hide every key from every query; its scores are then all masked.

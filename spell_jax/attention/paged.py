@@ -14,9 +14,9 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
 
 from spell_jax.attention import paged_tpu, paged_triton
 from spell_jax.attention.blocks import Softmax, einsum
@@ -53,30 +53,27 @@ UNSEEN = MASKED  # log-sum-exp of a query that sees no key: weight 0 in a merge
 
 
 def attend(
-    q: jax.Array,
+    q: Float[Array, "M T N H"],
     pages: Pages,
-    layer: jax.Array,
-    table: jax.Array,
-    num_visible: jax.Array,
-    share: tuple[jax.Array | int, int] = (0, 1),
+    layer: Int32[Array, ""],
+    table: Int32[Array, "M J"],
+    num_visible: Int32[Array, "M T"],
+    share: tuple[Array | int, int] = (0, 1),
     kernel: str = "auto",
-) -> tuple[jax.Array, jax.Array]:
-    """Compute softmax attention of rows of queries [M, T, N, H] to the pages of each row.
+) -> tuple[Float32[Array, "M T N H"], Float32[Array, "M T N"]]:
+    """Compute softmax attention of rows of queries to the pages of each row.
 
     Args:
-      table: pages of each row in order, int32 [M, J].
-      num_visible: number of leading keys of its row that each query sees, int32 [M, T].
+      table: pages of each row in order.
+      num_visible: number of leading keys of its row that each query sees.
       share: (i, n) if the pool holds only the i-th of n equal parts of every page.
       kernel: "auto" for the platform's kernel if it supports these shapes, or "xla" for
         attend_in_steps.
 
     Returns:
-      out float32 [M, T, N, H] and log-sum-exp float32 [M, T, N]. A query that sees no key gets
-      output 0 and log-sum-exp UNSEEN, so that parts (prompt, suffix) can be merged.
+      Output and log-sum-exp. A query that sees no key gets output 0 and log-sum-exp UNSEEN, so
+      that parts (prompt, suffix) can be merged.
     """
-    chex.assert_rank([q, table], [4, 2])
-    chex.assert_shape(num_visible, q.shape[:2])
-    chex.assert_axis_dimension(table, 0, len(q))
 
     def choice(function, **options):
         return lambda *arrays: function(*arrays[:-1], (arrays[-1], share[1]), **options)
@@ -201,7 +198,9 @@ def _attend_pages(queries, table, num_visible, *, pages: Pages, layer, steps, of
     return jax.lax.fori_loop(0, steps, step, Softmax.start(queries.shape)).finish(UNSEEN)
 
 
-def merge(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def merge(
+    *parts: tuple[Float32[Array, "*M H"], Float32[Array, "*M"]],
+) -> tuple[Float32[Array, "*M H"], Float32[Array, "*M"]]:
     """Merge attention (out [..., H], log-sum-exp [...]) over disjoint sets of keys."""
     lses = jnp.stack([lse for _, lse in parts])
     # UNSEEN is finite: where no part saw a key, all differences are 0 and all outputs too.

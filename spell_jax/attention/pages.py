@@ -9,6 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Float, Float32, Int8, Int32, Shaped
 
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.bits import from_bits
@@ -55,9 +56,13 @@ def empty_pages(layers: int, pages: int, kv_heads: int, page_size: int, size: in
 
 
 def write_pages(
-    pages: Pages, layer: jax.Array, page: jax.Array, keys: jax.Array, values: jax.Array
+    pages: Pages,
+    layer: Int32[Array, ""],
+    page: Int32[Array, " B"],
+    keys: Float[Array, "B C K H"],
+    values: Float[Array, "B C K H"],
 ) -> Pages:
-    """Write keys and values [B, C, K, H] to whole pages [B]; return the new pool."""
+    """Write keys and values to whole pages; return the new pool."""
 
     def write_array(pool, new):
         return pool.at[layer, page].set(new.swapaxes(1, 2))
@@ -67,13 +72,13 @@ def write_pages(
 
 def write_tokens(
     pages: Pages,
-    layer: jax.Array,
-    page: jax.Array,
-    offset: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    layer: Int32[Array, ""],
+    page: Int32[Array, " tokens"],
+    offset: Int32[Array, " tokens"],
+    keys: Float[Array, "tokens K H"],
+    values: Float[Array, "tokens K H"],
 ) -> Pages:
-    """Write tokens (keys and values [N, K, H]) at `offset` [N] of `page` [N]; return the new pool.
+    """Write keys and values of tokens at their `offset` of their `page`; return the new pool.
 
     All indices must be in range.
     """
@@ -97,7 +102,7 @@ def write_tokens(
     return _write_arrays(pages, keys, values, write_array)
 
 
-def _write_arrays(pages: Pages, keys: jax.Array, values: jax.Array, write_array) -> Pages:
+def _write_arrays(pages: Pages, keys: Array, values: Array, write_array) -> Pages:
     """Write keys, values and (for int8 pools) their scales with write_array(pool, new)."""
     if pages.key_scales is None:
         new = Pages(*(_stored(x, pages.keys.dtype) for x in (keys, values)))
@@ -107,20 +112,20 @@ def _write_arrays(pages: Pages, keys: jax.Array, values: jax.Array, write_array)
     return jax.tree.map(write_array, pages, new)
 
 
-def _stored(x: jax.Array, dtype: Any) -> jax.Array:
+def _stored(x: Array, dtype: Any) -> Array:
     """Return keys or values as a pool of this dtype holds them; `loaded` is the inverse."""
     if dtype == jnp.uint16:
         return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), dtype)
     return x.astype(dtype)
 
 
-def loaded(x: jax.Array, dtype: Any) -> jax.Array:
+def loaded(x: Shaped[Array, "*S"], dtype: Any) -> Float[Array, "*S"]:
     """Return keys, values or scales that were read from a pool; int8 becomes `dtype`, unscaled."""
     return x.astype(dtype) if x.dtype == jnp.int8 else from_bits(x)
 
 
-def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantize x [..., H] to int8 [..., H] and float32 scales [...]; error at most half a scale."""
+def quantize(x: Float[Array, "*S H"]) -> tuple[Int8[Array, "*S H"], Float32[Array, "*S"]]:
+    """Quantize vectors to int8 and their scales; the error is at most half a scale."""
     x = x.astype(jnp.float32)
     # The largest element becomes 127 or -127: int8's -128 has no positive counterpart.
     scale = jnp.max(jnp.abs(x), axis=-1) / 127
@@ -128,16 +133,16 @@ def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.round(x / jnp.maximum(scale, 1e-30)[..., None]).astype(jnp.int8), scale
 
 
-def by_kv_head(q: jax.Array, kv_heads: int) -> jax.Array:
-    """Reshape queries [M, T, N, H] to [M, K, T R, H]: the rows of one product per key head."""
+def by_kv_head(q: Shaped[Array, "M T N H"], kv_heads: int) -> Shaped[Array, "M K TR H"]:
+    """Reshape queries to the rows of one product per key head, with R = N / K."""
     rows, time, _, size = q.shape
     return (
         q.reshape(rows, time, kv_heads, -1, size).swapaxes(1, 2).reshape(rows, kv_heads, -1, size)
     )
 
 
-def by_token(x: jax.Array, time: int) -> jax.Array:
-    """Reshape [M, K, T R, ...] to [M, T, N, ...], the inverse of by_kv_head."""
+def by_token(x: Shaped[Array, "M K TR *S"], time: int) -> Shaped[Array, "M T N *S"]:
+    """Reshape rows of key heads to tokens, the inverse of by_kv_head."""
     rows, kv_heads, _, *size = x.shape
     x = x.reshape(rows, kv_heads, time, -1, *size).swapaxes(1, 2)
     return x.reshape(rows, time, -1, *size)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
 
 from spell_jax.attention import attend
 from spell_jax.learner import lm_head
@@ -23,18 +23,17 @@ from spell_jax.runtime import mesh as meshes
 def score_replies(
     policy: PolicyConfig,
     params: transformer.Params,
-    prompts: jax.Array,
-    prompt_length: jax.Array,
-    replies: jax.Array,
-    reply_length: jax.Array,
+    prompts: Int32[Array, "R P"],
+    prompt_length: Int32[Array, " R"],
+    replies: Int32[Array, "RK S"],
+    reply_length: Int32[Array, " RK"],
     *,
     temperature: float = 1.0,
-) -> tuple[jax.Array, jax.Array]:
-    """Return logprobs of the replies' tokens, float32 [R K, S], and which are tokens, bool.
+) -> tuple[Float32[Array, "RK S"], Bool[Array, "RK S"]]:
+    """Return logprobs of the replies' tokens, and which entries are tokens; K replies a prompt.
 
-    `prompts` are int32 [R, P], `replies` K for each prompt, int32 [R K, S], with their lengths,
-    int32 [R] and [R K]. Entries after the end of a reply, and replies to a prompt of length 0, have
-    logprobs that mean nothing but are finite. `params` are in the compute dtype.
+    Entries after the end of a reply, and replies to a prompt of length 0, have logprobs that mean
+    nothing but are finite. `params` are in the compute dtype.
     """
     # A row is [prompt | reply 1 | ... | reply K]: the prompt is read once for its K replies, P + K
     # S tokens instead of K (P + S). The mask is a number per key, the last query that sees the key.
@@ -61,11 +60,13 @@ def score_replies(
     return logprobs.reshape(replies.shape), real.reshape(replies.shape)
 
 
-def masked_advantages(rewards: jax.Array, included: jax.Array, *, ddof: int = 1) -> jax.Array:
-    """Normalize rewards [B] over the rows that `included`, bool [B], marks; other rows get 0.
+def masked_advantages(
+    rewards: Float32[Array, " B"], included: Bool[Array, " B"], *, ddof: int = 1
+) -> Float32[Array, " B"]:
+    """Normalize rewards over the rows that `included` marks; other rows get 0.
 
-    The values equal `advantages.questioner_advantages` of the marked rows alone (paper Eq. 9),
-    float32. `ddof` is as in `advantages.group_advantages`.
+    The values equal `advantages.questioner_advantages` of the marked rows alone (paper Eq. 9).
+    `ddof` is as in `advantages.group_advantages`.
     """
     count = jnp.sum(included)
     # The subtraction makes equal rewards 0, although their mean may be rounded.

@@ -16,9 +16,9 @@ import dataclasses
 import functools
 import math
 
-import chex
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
 
 from spell_jax.policy import embedding, products, transformer
 from spell_jax.policy.config import PolicyConfig
@@ -32,31 +32,29 @@ _LOWEST = -1e20  # logit without weight; finite, so that 0 * _LOWEST is 0
 def score_tokens(
     config: PolicyConfig,
     params: transformer.Params,
-    hidden: jax.Array,
-    source: jax.Array,
-    target: jax.Array,
+    hidden: Float[Array, "B T D"],
+    source: Int32[Array, "B A"],
+    target: Int32[Array, "B A"],
     temperature: float,
     numbers_at_once: int | None = None,
-    cutoff: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Return logprobs [B, A] and entropies in nats [B, A] of answer tokens, both float32.
+    cutoff: Float32[Array, "B A"] | None = None,
+) -> tuple[Float32[Array, "B A"], Float32[Array, "B A"]]:
+    """Return logprobs and entropies in nats of answer tokens.
 
     Ids without a token (config.unused_ids) have probability 0, and no gradient.
 
     Args:
-      hidden: hidden states [B, T, D], in the compute dtype like `params`.
-      source: index on axis T of the hidden state that predicts each answer token, int32 [B, A].
-      target: answer tokens, int32 [B, A].
+      hidden: hidden states in the compute dtype, like `params`.
+      source: index on axis T of the hidden state that predicts each answer token.
+      target: answer tokens.
       temperature: sampling temperature of the logprobs; 0 (greedy) is scored at 1.
       numbers_at_once: most float32 logits of a vocabulary slice on a device, and most of its
         weights and of their gradient. A slice has at least 128 rows of the table. None: a default
         for the platform.
-      cutoff: lower bound, float32 [B, A], for the tokens over which logprobs and entropies are
-        normalized: the answer token, and all tokens with (logit - mean logit) / temperature above
-        the bound. None: the full vocabulary (spec section 9).
+      cutoff: lower bound for the tokens over which logprobs and entropies are normalized: the
+        answer token, and all tokens with (logit - mean logit) / temperature above the bound. None:
+        the full vocabulary (spec section 9).
     """
-    chex.assert_equal_shape([source, target])
-    chex.assert_rank([hidden, source], [3, 2])
     table = params["embedding" if config.tied_embeddings else "unembedding"]
     # 2**26 float32 are 256 MiB. On a CPU slices of 2**20 stay in its cache (1,024 answers, V =
     # 8,192, D = 512, forward and backward, 2 cores: 210 ms instead of 428 ms).

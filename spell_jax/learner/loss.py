@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 
-import chex
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
 
 from spell_jax.learner import packing, preference
 from spell_jax.learner.loss_config import LossConfig
@@ -25,17 +25,16 @@ ROLE_SUMS = ("role_tokens", "role_entropy")  # like LossConfig.sums, but one val
 
 
 def batch_loss(
-    logprobs: jax.Array,
-    entropy: jax.Array,
+    logprobs: Float32[Array, "B A"],
+    entropy: Float32[Array, "B A"],
     batch: packing.MicroBatch,
     config: LossConfig,
-    reference_logprobs: jax.Array | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the scalar loss of a micro-batch, and the sums of LossConfig.sums and ROLE_SUMS.
+    reference_logprobs: Float32[Array, "B A"] | None = None,
+) -> tuple[Float32[Array, ""], dict[str, Float32[Array, ...]]]:
+    """Return the loss of a micro-batch, and the sums of LossConfig.sums and ROLE_SUMS.
 
-    Logprobs and entropies (nats) are float32 [B, A]; a KL term needs the reference's logprobs.
+    Entropies are in nats; a KL term needs the reference's logprobs.
     """
-    chex.assert_equal_shape([logprobs, entropy, batch.weight])
     if config.objective == "dpo":
         weights = config.preference_weight, config.nll_weight, config.align_weight
         value, sums = preference.preference_loss(logprobs, batch, config.beta, *weights)
@@ -65,8 +64,8 @@ def batch_loss(
 
 
 def _ratio_loss(
-    logprobs: jax.Array, batch: packing.MicroBatch, config: LossConfig
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+    logprobs: Float32[Array, "B A"], batch: packing.MicroBatch, config: LossConfig
+) -> tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]:
     """Compute policy_loss of a micro-batch, with the config's old logprobs and weights."""
     old, weight = jax.lax.stop_gradient(logprobs), batch.weight
     if config.old_logprobs != "on_policy":
@@ -79,21 +78,20 @@ def _ratio_loss(
 
 
 def policy_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    weights: jax.Array,
+    logprobs: Float32[Array, "*B A"],
+    old_logprobs: Float32[Array, "*B A"],
+    advantages: Float32[Array, "*B A"],
+    weights: Float32[Array, "*B A"],
     config: LossConfig,
-    answer: jax.Array | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+    answer: Int32[Array, "*B A"] | None = None,
+) -> tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]:
     """Sum the surrogate loss with token weights (paper Eq. 2 without KL; spec section 9).
 
-    Arrays are float32 of one shape. Weights sum to 1 over a batch for a token mean; 0 masks a
-    token. Sequence ratios need shapes [B, A] and the `answer` index of each token, int32 [B, A].
-    Returns the scalar loss and weighted sums: share of clipped tokens (for "cispo": tokens with a
-    ratio out of bounds), share of dual-clipped tokens, and approximate KL (always of tokens).
+    Weights sum to 1 over a batch for a token mean; 0 masks a token. Sequence ratios need rows
+    [B, A] and the `answer` index of each token. Returns the loss and weighted sums: share of
+    clipped tokens (for "cispo": tokens with a ratio out of bounds), share of dual-clipped tokens,
+    and approximate KL (always of tokens).
     """
-    chex.assert_equal_shape([logprobs, old_logprobs, advantages, weights])
     tokens = log_ratio(logprobs, old_logprobs)
     far = log_ratio(logprobs, old_logprobs, config.ratio, answer)
     ratio = jnp.exp(jnp.clip(far, -_FARTHEST, _FARTHEST))
@@ -119,15 +117,15 @@ def policy_loss(
 
 
 def log_ratio(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
+    logprobs: Float32[Array, "*B A"],
+    old_logprobs: Float32[Array, "*B A"],
     ratio: str = "token",
-    answer: jax.Array | None = None,
-) -> jax.Array:
-    """Return log(pi / pi_old) of each token, or the sum or mean over its answer; float32.
+    answer: Int32[Array, "*B A"] | None = None,
+) -> Float32[Array, "*B A"]:
+    """Return log(pi / pi_old) of each token, or the sum or mean over its answer.
 
-    `ratio` is "token", "sequence" (the sum) or "sequence_mean". The last two take shapes [B, A] and
-    need the `answer` index of each token, int32 (else ValueError); they are 0 where padded.
+    `ratio` is "token", "sequence" (the sum) or "sequence_mean". The last two take rows [B, A] and
+    need the `answer` index of each token (else ValueError); they are 0 where padded.
     """
     tokens = logprobs - old_logprobs
     if ratio == "token":
@@ -140,7 +138,7 @@ def log_ratio(
     return sums / jnp.maximum(sum_by_answer(jnp.ones_like(tokens), answer), 1.0)
 
 
-def importance(log_ratio: jax.Array, cap: float) -> jax.Array:
+def importance(log_ratio: Float32[Array, "*B A"], cap: float) -> Float32[Array, "*B A"]:
     """Truncate importance weights to min(pi / pi_old, cap), constants for the gradient; cap >= 1.
 
     Source: Espeholt et al. 2018 (arXiv 1802.01561), the truncation of IMPALA.
@@ -149,8 +147,10 @@ def importance(log_ratio: jax.Array, cap: float) -> jax.Array:
 
 
 def kl_estimate(
-    logprobs: jax.Array, reference_logprobs: jax.Array, estimator: str = "k3"
-) -> jax.Array:
+    logprobs: Float32[Array, "*B A"],
+    reference_logprobs: Float32[Array, "*B A"],
+    estimator: str = "k3",
+) -> Float32[Array, "*B A"]:
     """Estimate KL(policy || reference) per token, for tokens sampled from the policy.
 
     With d = log reference - log policy (Schulman 2020, "Approximating KL divergence"):
@@ -161,7 +161,6 @@ def kl_estimate(
       k3 = exp(d) - d - 1: unbiased and never negative; its mean gradient is the gradient of
         KL(reference || policy). It is clipped to at most 10, beyond which it has no gradient.
     """
-    chex.assert_equal_shape([logprobs, reference_logprobs])
     difference = reference_logprobs - logprobs
     if estimator == "k1":
         return -difference

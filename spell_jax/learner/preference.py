@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import chex
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32
 
 from spell_jax.learner import packing
 from spell_jax.learner.token_sums import sum_by_answer
@@ -13,13 +13,13 @@ SUMS = ("preference_loss", "preference_accuracy", "chosen_nll", "chosen_reward",
 
 
 def preference_loss(
-    logprobs: jax.Array,
+    logprobs: Float32[Array, "B A"],
     batch: packing.MicroBatch,
     beta: float,
     preference_weight: float = 1.0,
     nll_weight: float = 0.0,
     align_weight: float = 0.0,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]:
     """Sum the DPO loss of a micro-batch's pairs and the negative log-likelihood of chosen answers.
 
     With the implicit reward r(y) = beta (log pi(y) - log pi_ref(y)), sums over the answer's tokens,
@@ -35,7 +35,6 @@ def preference_loss(
     2505.11166): |r(y_w | x_long) - r(y_w | x_short)|, the chosen answer after its group's prompt
     and after the aligned group's prompt. Tokens of the aligned group have advantage 0.
     """
-    chex.assert_equal_shape([logprobs, batch.old_logprob, batch.advantage, batch.weight])
     ratio = logprobs - batch.old_logprob
     # With signs +-1 in `advantage`, one sum over a group is r(y_w) - r(y_l), at each token.
     margin = beta * sum_by_answer(batch.advantage * ratio, batch.group)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32, Shaped
 
 from spell_jax.data.clusters import ROLES
-from spell_jax.learner.packing import Array
 
 
-def sum_by_role(values: Array, role: Array) -> jax.Array:
-    """Sum values [B, A] by role [B, A] (see MicroBatch), float32 [len(ROLES) + 1]."""
+def sum_by_role(
+    values: Shaped[Array, "B A"], role: Int32[Array, "B A"]
+) -> Float32[Array, " roles"]:
+    """Sum values by role (see MicroBatch): ROLES, and one for all other names."""
     of_role = role[..., None] == jnp.arange(len(ROLES) + 1)
     return jnp.sum(jnp.where(of_role, values[..., None], 0.0), axis=(0, 1))
 
 
-def sum_by_answer(values: Array, answer: Array) -> jax.Array:
-    """Sum values over each token's answer, 0 where padded; values and sums are float32 [B, A].
+def sum_by_answer(
+    values: Float32[Array, "B A"], answer: Int32[Array, "B A"]
+) -> Float32[Array, "B A"]:
+    """Sum values over each token's answer, 0 where padded.
 
     With MicroBatch.group as `answer`, sum over each token's group.
     """

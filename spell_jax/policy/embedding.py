@@ -11,6 +11,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
 
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
@@ -18,13 +19,15 @@ from spell_jax.runtime.bits import as_bits, from_bits
 from spell_jax.runtime.collectives import Split
 
 
-def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return rows [B, T, D] of a table [V, D], in its dtype, for int32 tokens [B, T] in [0, V)."""
+def lookup(table: Float[Array, "V D"], tokens: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Return rows of a table, in its dtype, for tokens in [0, V)."""
     return _lookup(Split.of(tokens.shape, *table.shape, over=meshes.TENSOR), table, tokens)
 
 
-def has_token(ids: jax.Array, unused_ids: tuple[tuple[int, int], ...]) -> jax.Array:
-    """Return a mask like int32 `ids`: False for ids in a range of PolicyConfig.unused_ids."""
+def has_token(
+    ids: Int32[Array, "*B"], unused_ids: tuple[tuple[int, int], ...]
+) -> Bool[Array, "*B"]:
+    """Return a mask: False for ids in a range of PolicyConfig.unused_ids."""
     bounds = jnp.asarray(unused_ids, jnp.int32).reshape(-1)
     # An id in a range is at or above an odd number of the ordered bounds. One comparison per bound
     # fuses with the caller's loop; a constant mask of V bools would be sent to every device.

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from spell_jax.policy import products
 from spell_jax.policy.config import PolicyConfig
@@ -40,11 +41,12 @@ Kernels = tuple[jax.Array, jax.Array, jax.Array]
 CHUNK = 4096
 
 
-def route(logits: jax.Array, count: int, normalized: bool) -> tuple[jax.Array, jax.Array]:
-    """Select the k = `count` experts of each token from router logits [..., E] of any dtype.
+def route(
+    logits: Float[Array, "*B E"], count: int, normalized: bool
+) -> tuple[Float32[Array, "*B k"], Int32[Array, "*B k"]]:
+    """Select the k = `count` experts of each token from router logits.
 
-    Returns weights float32 [..., k], scaled to sum to 1 if `normalized`, and expert numbers int32
-    [..., k].
+    Returns weights, scaled to sum to 1 if `normalized`, and expert numbers.
     """
     # A softmax over all experts, then the best k (Qwen3-MoE): without `normalized` the weights sum
     # to less than 1.
@@ -53,11 +55,14 @@ def route(logits: jax.Array, count: int, normalized: bool) -> tuple[jax.Array, j
 
 
 def replay(
-    logits: jax.Array, router_experts: jax.Array, recorded: jax.Array, normalized: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Return weights and experts as `route` does, but for recorded experts, int8 or int16 [..., k].
+    logits: Float[Array, "*B E"],
+    router_experts: Int32[Array, "*B k"],
+    recorded: Int[Array, "*B k"],
+    normalized: bool,
+) -> tuple[Float32[Array, "*B k"], Int32[Array, "*B k"]]:
+    """Return weights and experts as `route` does, but for recorded experts (int8 or int16).
 
-    A token without a record (-1) keeps its `router_experts` (int32), the experts of `route`.
+    A token without a record (-1) keeps its `router_experts`, the experts of `route`.
     """
     experts = jnp.where(recorded >= 0, recorded, router_experts)
     # Only the choice is replayed. The weights are the present router's probabilities, so that the
@@ -85,8 +90,8 @@ class Routing(NamedTuple):
     differing: jax.Array | None = None
 
 
-def by_token(routing: Routing | None) -> jax.Array | None:
-    """Return the recorded experts of all layers, [B, T, L, k]; None without a record."""
+def by_token(routing: Routing | None) -> Int[Array, "B T L k"] | None:
+    """Return the recorded experts of all layers; None without a record."""
     if routing is None or routing.experts is None:
         return None
     return jnp.moveaxis(routing.experts, 0, 2)
@@ -99,29 +104,35 @@ def no_experts(config: PolicyConfig) -> np.ndarray:
     return np.full((config.layers, config.experts_per_token), -1, dtype)
 
 
-def count_differing(router_experts: jax.Array, recorded: jax.Array, real: jax.Array) -> jax.Array:
-    """Compute Routing.differing of experts [B, T, k], in any order; `real` is as in `load`."""
+def count_differing(
+    router_experts: Int32[Array, "B T k"],
+    recorded: Int[Array, "B T k"],
+    real: Bool[Array, "B T"],
+) -> Float32[Array, 2]:
+    """Compute Routing.differing of experts in any order; `real` is as in `count_load`."""
     counted = real & (recorded[..., 0] >= 0)
     # Sets are compared: the order of a token's experts does not change its output.
     differs = jnp.any(jnp.sort(router_experts, axis=-1) != jnp.sort(recorded, axis=-1), axis=-1)
     return jnp.stack([jnp.sum(counted & differs), jnp.sum(counted)]).astype(jnp.float32)
 
 
-def count_load(token_experts: jax.Array, experts: int, real: jax.Array) -> jax.Array:
-    """Count the tokens routed to each expert, float32 [E].
-
-    `token_experts` holds the experts of each token, int32 [B, T, k]; `real` (bool [B, T]) is False
-    for padding, which is not counted.
-    """
+def count_load(
+    token_experts: Int32[Array, "B T k"], experts: int, real: Bool[Array, "B T"]
+) -> Float32[Array, " E"]:
+    """Count the tokens routed to each expert; `real` is False for padding, which is not counted."""
     counted = jnp.broadcast_to(real[..., None], token_experts.shape).astype(jnp.float32)
     return jnp.zeros(experts).at[token_experts.reshape(-1)].add(counted.reshape(-1))
 
 
-def mix(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: Kernels) -> jax.Array:
+def mix(
+    x: Float[Array, "B T D"],
+    weights: Float[Array, "B T k"],
+    experts: Int32[Array, "B T k"],
+    kernels: tuple[Float[Array, "E D F"], Float[Array, "E D F"], Float[Array, "E F D"]],
+) -> Float[Array, "B T D"]:
     """Compute the weighted sum of the outputs of each token's experts, on the current mesh.
 
-    x and the result are [B, T, D], weights and (int32) experts [B, T, k]. The kernels, in x's
-    dtype, are gate and up [E, D, F] and down [E, F, D].
+    The kernels, in x's dtype, are gate, up and down.
     """
     return _mix(_split(x.shape, kernels[0].shape), x, weights, experts, kernels)
 

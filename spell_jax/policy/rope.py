@@ -14,9 +14,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
 
 KINDS = ("default", "linear", "llama3", "yarn")
 MOST_POSITIONS = 2**31 - 1  # positions are int32
@@ -349,16 +349,22 @@ def _slow_share(rope: RopeConfig, head_size: int) -> np.ndarray:
     return np.clip((pairs - np.float32(low)) / np.float32(high - low), 0, 1)
 
 
-def rotary(positions: jax.Array, head_size: int, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:
-    """Compute cosines and sines, each float32 [B, T, 1, H/2], for int32 positions [B, T]."""
+def rotary(
+    positions: Int32[Array, "B T"], head_size: int, rope: RopeConfig
+) -> tuple[Float32[Array, "B T 1 half_H"], Float32[Array, "B T 1 half_H"]]:
+    """Compute cosines and sines of the angles of positions."""
     # Positions are integers until they meet float32 frequencies: bfloat16 cannot tell 256 from 257.
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies(rope, head_size)
     # Scaled here, once per position, YaRN's factor reaches every score through both q and k.
     return jnp.cos(angles) * rope.scale, jnp.sin(angles) * rope.scale
 
 
-def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
-    """Rotate the pairs (i, i + H/2) of x [B, T, heads, H], the layout of Hugging Face weights."""
+def rotate(
+    x: Float[Array, "B T heads H"],
+    cosines: Float32[Array, "B T 1 half_H"],
+    sines: Float32[Array, "B T 1 half_H"],
+) -> Float[Array, "B T heads H"]:
+    """Rotate the pairs (i, i + H/2) of x, the layout of Hugging Face weights."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate(
         [first * cosines - second * sines, second * cosines + first * sines], axis=-1

@@ -12,12 +12,12 @@ import functools
 import math
 from typing import Any, NamedTuple, Protocol
 
-import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen import spmd
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int32
 
 from spell_jax.attention import attend as kernels
 from spell_jax.attention.kernel import CHECKPOINT_NAME as ATTENTION
@@ -44,15 +44,20 @@ _CHECKPOINT_POLICIES = {
 
 
 class Attend(Protocol):
-    """Attention: (q [B,T,N,H], k, v [B,T,K,H], cache, context) -> (out [B,T,N,H], cache).
+    """Attention of a layer: from queries, keys, values, cache and context to output and cache.
 
     `cache`, the pages of the sampler's KV cache or None in training, passes from layer to layer.
     `context` is a dict shared by all layers, except for "layer", the layer number (int32 scalar).
     """
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, context: Any
-    ) -> tuple[jax.Array, Any]: ...
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: Any,
+        context: Any,
+    ) -> tuple[Float[Array, "B T N H"], Any]: ...
 
 
 def _kernel(axes: tuple[str, ...], inputs: int) -> Any:
@@ -371,27 +376,25 @@ def _context(config: PolicyConfig, positions: jax.Array, context: dict[str, Any]
 def hidden_states(
     config: PolicyConfig,
     params: Params,
-    tokens: jax.Array,
-    positions: jax.Array,
+    tokens: Int32[Array, "B T"],
+    positions: Int32[Array, "B T"],
     attend: Attend,
     cache: Any = None,
     context: dict[str, Any] | None = None,
-    experts: jax.Array | None = None,
+    experts: Int[Array, "B T L k"] | None = None,
     record_experts: bool = False,
-) -> tuple[jax.Array, Any, moe.Routing | None]:
+) -> tuple[Float[Array, "B T D"], Any, moe.Routing | None]:
     """Run the embedding, the blocks and the final norm.
 
-    `params` are in the compute dtype. `tokens` and `positions` (rotary, not row indices) are int32
-    [B, T]. `attend` receives `cache` and `context` in every layer; context["last_query"] (int32
-    [B, T], negative at padding) excludes padding from the token counts of the experts. `experts`
-    [B, T, L, k] replace the experts that the router chooses; see moe.no_experts.
+    `params` are in the compute dtype. `positions` are rotary, not row indices. `attend` receives
+    `cache` and `context` in every layer; context["last_query"] (int32 [B, T], negative at padding)
+    excludes padding from the token counts of the experts. `experts` replace the experts that the
+    router chooses; see moe.no_experts.
 
     Returns:
-      Final hidden states [B, T, D] in the compute dtype; the cache after the last layer; and for a
-      mixture of experts the routing in all layers, which has `experts` if `record_experts`.
+      Final hidden states in the compute dtype; the cache after the last layer; and for a mixture of
+      experts the routing in all layers, which has `experts` if `record_experts`.
     """
-    chex.assert_rank(tokens, 2)
-    chex.assert_equal_shape([tokens, positions])
     variables, full = {"params": params}, _context(config, positions, context or {})
     by_layer = None if experts is None else jnp.moveaxis(experts, 2, 0)
     model = Transformer(config, attend, record_experts)
@@ -399,15 +402,19 @@ def hidden_states(
     return result
 
 
-def unembed(config: PolicyConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """Project hidden states [..., D] to float32 logits [..., V], -inf for ids without a token."""
+def unembed(
+    config: PolicyConfig, params: Params, hidden: Float[Array, "*B D"]
+) -> Float32[Array, "*B V"]:
+    """Project hidden states to logits, -inf for ids without a token."""
     table = params["embedding"] if config.tied_embeddings else params["unembedding"]
     logits = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
     return without_unused_ids(config, logits)
 
 
-def without_unused_ids(config: PolicyConfig, logits: jax.Array) -> jax.Array:
-    """Set the logits [..., V] of ids without a token to -inf."""
+def without_unused_ids(
+    config: PolicyConfig, logits: Float32[Array, "*B V"]
+) -> Float32[Array, "*B V"]:
+    """Set the logits of ids without a token to -inf."""
     if not config.unused_ids:
         return logits
     # -inf: the probability is exactly 0 at any temperature.
@@ -415,17 +422,24 @@ def without_unused_ids(config: PolicyConfig, logits: jax.Array) -> jax.Array:
     return jnp.where(embedding.has_token(ids, config.unused_ids), logits, -jnp.inf)
 
 
-def logits(config: PolicyConfig, params: Params, tokens: jax.Array) -> jax.Array:
-    """Compute float32 logits [B, T, V] of plain causal rows [B, T]; for small inputs and tests."""
+def logits(
+    config: PolicyConfig, params: Params, tokens: Int[ArrayLike, "B T"]
+) -> Float32[Array, "B T V"]:
+    """Compute logits of plain causal rows; for small inputs and tests."""
+    tokens = jnp.asarray(tokens, jnp.int32)
     rows, length = tokens.shape
     return unembed(config, params, _causal(config, params, tokens, jnp.full(rows, length)))
 
 
-def embed(config: PolicyConfig, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+def embed(
+    config: PolicyConfig,
+    params: Params,
+    tokens: Int32[Array, "B T"],
+    lengths: Int32[Array, " B"],
+) -> Float32[Array, "B D"]:
     """Embed whole texts by the hidden state of their last token, as Qwen3-Embedding does.
 
-    `tokens` is int32 [B, T], padded after `lengths` tokens (int32 [B], at least 1). Returns unit
-    vectors, float32 [B, D].
+    `tokens` are padded after `lengths` tokens, at least 1. Returns unit vectors.
     """
     hidden = _causal(config, params, tokens, lengths)
     last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]

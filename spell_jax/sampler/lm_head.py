@@ -12,6 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Float32
 
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
@@ -20,8 +21,10 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.collectives import Split
 
 
-def logits(config: PolicyConfig, params: transformer.Params, hidden: jax.Array) -> jax.Array:
-    """Compute float32 logits [N, V] of hidden states [N, D]; the device count must divide N.
+def logits(
+    config: PolicyConfig, params: transformer.Params, hidden: Float[Array, "N D"]
+) -> Float32[Array, "N V"]:
+    """Compute logits of hidden states; the device count must divide N.
 
     Logits of ids without a token are -inf.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Int32
 
 from spell_jax.policy import moe
 from spell_jax.policy.config import PolicyConfig
@@ -74,9 +75,12 @@ def join(sampled: Sampled) -> JoinedResult:
 
 
 def accept(
-    inputs: jax.Array, tokens: jax.Array, left: jax.Array, stop_ids: tuple[int, ...]
-) -> jax.Array:
-    """Return the mask [N, T] of sampled tokens to accept, at most `left` [N] per slot.
+    inputs: Int32[Array, "N T"],
+    tokens: Int32[Array, "N T"],
+    left: Int32[Array, " N"],
+    stop_ids: tuple[int, ...],
+) -> Bool[Array, "N T"]:
+    """Return the mask of sampled tokens to accept, at most `left` per slot.
 
     A token is accepted if the policy was fed this token and all tokens before it, and no token
     before it is a stop token.
@@ -91,8 +95,8 @@ def accept(
 def append(
     sampled: Sampled,
     tokens: SampledToken,
-    experts: jax.Array | None,
-    accepted: jax.Array,
+    experts: Int[Array, "N T L k"] | None,
+    accepted: Bool[Array, "N T"],
     stop_ids: tuple[int, ...],
 ) -> Sampled:
     """Append the accepted tokens among `tokens` [N, T], and their experts, to the result."""

@@ -15,6 +15,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Key
 
 # Thresholds are log-weights between 0 and _LOWEST, at which a float32 weight underflows to 0. After
 # 23 halvings the bounds are 1.2e-5 apart, closer than _SLACK.
@@ -76,8 +77,10 @@ class SampledToken:
     cutoff: jax.Array
 
 
-def penalties(keys: jax.Array, tokens: int, sampling: Sampling) -> jax.Array | None:
-    """Sample the nats that vocabulary dropout subtracts from logits, float32 [N, V]; keys [N].
+def penalties(
+    keys: Key[Array, " N"], tokens: int, sampling: Sampling
+) -> Float32[Array, "N V"] | None:
+    """Sample the nats that vocabulary dropout subtracts from logits, with a key per row.
 
     Return None without dropout.
     """
@@ -90,12 +93,15 @@ def penalties(keys: jax.Array, tokens: int, sampling: Sampling) -> jax.Array | N
 
 
 def sample(
-    logits: jax.Array, uniform: jax.Array, sampling: Sampling, penalty: jax.Array | None = None
+    logits: Float32[Array, "N V"],
+    uniform: Float32[Array, " N"],
+    sampling: Sampling,
+    penalty: Float32[Array, "N V"] | None = None,
 ) -> SampledToken:
-    """Sample one token per row of float32 logits [N, V]; `uniform` is float32 [N] in [0, 1).
+    """Sample one token per row of logits; `uniform` is in [0, 1).
 
     Ids without a token have the logit -inf: they are not sampled, and count in no sum and no mean.
-    A `penalty` [N, V] is subtracted from the logits first. `logprob` is computed without the
+    A `penalty` is subtracted from the logits first. `logprob` is computed without the
     penalty, `kept_log_mass` and `cutoff` with it.
     """
     # The update scores answers without dropout, so the recorded logprob must be that policy's.
@@ -139,8 +145,8 @@ def _cutoff(log_weights: jax.Array, is_kept: jax.Array, has_token: jax.Array) ->
     return (lowest_kept + highest_dropped) / 2 - jnp.mean(log_weights, axis=-1, where=has_token)
 
 
-def threshold(log_weights: jax.Array, sampling: Sampling) -> jax.Array:
-    """Find the least kept log-weight [N]; `log_weights` [N, V] are 0 for a row's largest.
+def threshold(log_weights: Float32[Array, "N V"], sampling: Sampling) -> Float32[Array, " N"]:
+    """Find the least kept log-weight; `log_weights` are 0 for a row's largest.
 
     Ties at the threshold (to 4e-5) are all kept, and the largest weight is always kept.
     """

@@ -12,6 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int32
 
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
@@ -20,21 +21,21 @@ NO_TOKEN = -1  # no proposal: equals no sampled token
 
 
 def propose(
-    prompts: jax.Array,
-    row: jax.Array,
-    length: jax.Array,
-    answers: jax.Array,
-    count: jax.Array,
+    prompts: Int32[Array, "M P"],
+    row: Int32[Array, " N"],
+    length: Int32[Array, " N"],
+    answers: Int32[Array, "N S"],
+    count: Int32[Array, " N"],
     match: int,
     tokens: int,
-) -> jax.Array:
-    """Propose the next tokens of each slot, int32 [N, tokens]; NO_TOKEN without a proposal.
+) -> Int32[Array, "N tokens"]:
+    """Propose the next tokens of each slot; NO_TOKEN without a proposal.
 
-    Args (int32):
-      prompts: prompt tokens of each row, right-aligned, [M, P].
-      row: row of each slot on its device, [N].
-      length: length of each slot's prompt, [N].
-      answers: tokens sampled by each slot, [N, S]; the first `count` [N] are valid.
+    Args:
+      prompts: prompt tokens of each row, right-aligned.
+      row: row of each slot on its device.
+      length: length of each slot's prompt.
+      answers: tokens sampled by each slot; the first `count` are valid.
       match: number of trailing tokens that must match.
     """
 

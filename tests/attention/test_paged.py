@@ -307,7 +307,7 @@ def test_empty_pool_is_zeros() -> None:
 def test_write_pages_changes_only_the_given_pages() -> None:
     pages, which = _numbered(), [9, 2, 5]
     keys, values = np.random.default_rng(0).normal(size=(2, 3, BLOCK, KV_HEADS, SIZE))
-    keys, values = keys.astype(np.float32), values.astype(np.float32)
+    keys, values = jnp.asarray(keys, jnp.float32), jnp.asarray(values, jnp.float32)
     expected_keys, expected_values = np.array(pages.keys), np.array(pages.values)
     for i, page in enumerate(which):
         for token in range(BLOCK):
@@ -321,7 +321,7 @@ def test_write_tokens_changes_only_the_given_tokens() -> None:
     """Two tokens go to the same page."""
     pages, places = _numbered(), [(4, 3), (11, 0), (4, 1), (13, 2)]
     keys, values = np.random.default_rng(1).normal(size=(2, len(places), KV_HEADS, SIZE))
-    keys, values = keys.astype(np.float32), values.astype(np.float32)
+    keys, values = jnp.asarray(keys, jnp.float32), jnp.asarray(values, jnp.float32)
     expected_keys, expected_values = np.array(pages.keys), np.array(pages.values)
     for i, (page, offset) in enumerate(places):
         expected_keys[2, page, :, offset] = keys[i]
@@ -341,7 +341,7 @@ def test_only_pools_on_cpus_hold_bits_of_bfloat16() -> None:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.uint16])
 def test_writes_are_cast_to_the_pools_dtype(dtype) -> None:
     pages = empty_pages(1, 3, KV_HEADS, BLOCK, SIZE, dtype)
-    keys = np.full((1, BLOCK, KV_HEADS, SIZE), 1.001, np.float32)
+    keys = jnp.full((1, BLOCK, KV_HEADS, SIZE), 1.001, jnp.float32)
     filled_pages = write_pages(pages, jnp.int32(0), jnp.array([1]), keys, -keys)
     token = jnp.array([2]), jnp.array([3])
     written = write_tokens(filled_pages, jnp.int32(0), *token, keys[:, 0], -keys[:, 0])
@@ -376,7 +376,7 @@ def test_prompt_written_page_by_page_is_read_in_order() -> None:
     """Write pages and then single tokens of a row; compare with attention to the original row."""
     rng = np.random.default_rng(14)
     tokens = 2 * BLOCK + 3
-    keys, values = rng.normal(size=(2, tokens, KV_HEADS, SIZE)).astype(np.float32)
+    keys, values = jnp.asarray(rng.normal(size=(2, tokens, KV_HEADS, SIZE)), jnp.float32)
     table = np.array([[6, 3, 12]])
     pages = _pool(rng)
     for j in range(2):

@@ -40,11 +40,13 @@ def test_masked_advantages_are_those_of_the_marked_rows():
     rewards = np.array([0.3, -1.0, 0.75, 9.0, 0.0, 0.3], np.float32)
     included = np.array([1, 1, 1, 0, 1, 0], bool)
     for ddof in (0, 1):
-        masked = np.asarray(masked_advantages(jnp.asarray(rewards), included, ddof=ddof))
+        masked = np.asarray(
+            masked_advantages(jnp.asarray(rewards), jnp.asarray(included), ddof=ddof)
+        )
         expected = questioner_advantages(rewards[included], ddof=ddof)
         np.testing.assert_allclose(masked[included], expected, atol=1e-6)
         assert not masked[~included].any()
     equal = np.full(7, 0.1, np.float32)  # their mean is rounded
     for values, marks in ((rewards, [0, 1, 0, 0, 0, 0]), (rewards, [0] * 6), (equal, [1] * 7)):
-        zeros = masked_advantages(jnp.asarray(values), np.array(marks, bool))
+        zeros = masked_advantages(jnp.asarray(values), jnp.array(marks, bool))
         assert not np.asarray(zeros).any()

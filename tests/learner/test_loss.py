@@ -73,7 +73,7 @@ def _policy_loss(case: dict):
         dual_clip=case["in"]["clip_c"],
     )
     numbers = (inputs[name] for name in ("log_prob", "old_log_prob", "advantages"))
-    return policy_loss(*numbers, weights, config)
+    return policy_loss(*map(jnp.asarray, (*numbers, weights)), config)
 
 
 def test_policy_loss_matches_reference_cases() -> None:

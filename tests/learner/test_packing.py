@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,7 +30,9 @@ def _written(batches: list[MicroBatch]) -> Counter:
     """
     token_counts: Counter = Counter()
     for batch in batches:
-        is_visible = np.asarray(visible(batch.index, batch.index, batch.last_query))
+        is_visible = np.asarray(
+            visible(*map(jnp.asarray, (batch.index, batch.index, batch.last_query)))
+        )
         for row, slot in np.argwhere(batch.weight):
             source = batch.source[row, slot]
             context = np.flatnonzero(is_visible[row, source])

@@ -181,7 +181,7 @@ def test_preference_loss_and_its_sums_by_hand():
             (second_now, map(np.array, second_before)),
         )
     ]
-    (batch,) = tiny.pack(groups, Bucket(16, 8), "sequence_mean")
+    (batch,) = jax.tree.map(jnp.asarray, tiny.pack(groups, Bucket(16, 8), "sequence_mean"))
     assert batch.group[0].tolist() == [0, 0, 0, 1, 1, 1, -1, -1]
     # Log-ratios: 1.0 and -.25 in the first pair; -1.0 and 1.5 in the second.
     logprobs = jnp.array([[-1.0, -2.0, -0.5, -3.0, -1.0, -1.0, 0.0, 0.0]])
@@ -219,7 +219,7 @@ def test_distance_of_the_chosen_answers_rewards_by_hand():
         aligned=tiny.group([1, 1, 1], [[2, 2]], [0.0], logprobs=[np.array([-1.0, -1.0])]),
     )
     assert (group.tokens, group.answer_tokens) == (10, 5)
-    (batch,) = tiny.pack([group], Bucket(12, 6), "sequence_mean")
+    (batch,) = jax.tree.map(jnp.asarray, tiny.pack([group], Bucket(12, 6), "sequence_mean"))
     assert batch.group[0].tolist() == [0] * 5 + [-1]
     assert batch.answer[0].tolist() == [0, 0, 1, 2, 2, -1]
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 2, 0, 1, 2, 3, 4, 0, 0]

@@ -66,7 +66,7 @@ def loss_inputs() -> tuple[MicroBatch, dict[str, np.ndarray]]:
         "reference": (logprobs + 0.7 * rng.normal(size=ANSWER.shape)).astype(np.float32),
         "entropy": rng.exponential(1.0, ANSWER.shape).astype(np.float32),
     }
-    return batch, numbers
+    return jax.tree.map(jnp.asarray, batch), numbers
 
 
 def _ratio(kind: str, now: np.ndarray, before: np.ndarray, tokens: list[int], token: int) -> float:
@@ -201,7 +201,7 @@ def test_eapo_equation_1_and_its_gradient() -> None:
         aggregation="sequence_mean",
         dual_clip=0.0,
     )
-    (batch,) = tiny.pack([group], Bucket(9, 8), config.aggregation)
+    (batch,) = jax.tree.map(jnp.asarray, tiny.pack([group], Bucket(9, 8), config.aggregation))
     flat = jnp.array([[x for log in logs for x in log]])
 
     def value(logprobs):

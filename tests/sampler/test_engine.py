@@ -130,6 +130,7 @@ def test_logprobs_equal_those_of_the_learner() -> None:
     bucket = packing.Bucket(64, 48)
     parts, _ = packing.split_groups(groups, bucket)
     (batch,) = packing.pack(parts, aggregation.weigh(groups), [bucket], 256)
+    batch = jax.tree.map(jnp.asarray, batch)
 
     @jax.jit
     def score(params):

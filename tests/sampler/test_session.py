@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -134,7 +135,8 @@ def test_vocabulary_dropout_leaves_other_requests_alone() -> None:
     )
     row = np.zeros((1, 48), np.int32)
     row[0, : len(PROMPTS[0]) + 12] = [*PROMPTS[0], *groups[0][0].tokens]
-    logits = transformer.logits(tiny.POLICY, tiny.weights(), row)[0] / options.temperature
+    params = jax.tree.map(jnp.asarray, tiny.weights())
+    logits = transformer.logits(tiny.POLICY, params, row)[0] / options.temperature
     behind = np.arange(12) + len(PROMPTS[0])
     logprobs = jax.nn.log_softmax(logits, axis=-1)[behind - 1, groups[0][0].tokens]
     np.testing.assert_allclose(groups[0][0].logprobs, logprobs, atol=1e-4)
