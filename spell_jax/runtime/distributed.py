@@ -30,7 +30,7 @@ from jax._src import clusters  # no public API reports what initialize() would d
 from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
 
-from spell_jax.runtime import peers, rendezvous, sigterm
+from spell_jax.runtime import peers, sigterm
 
 _POLL_S = 0.1  # pause between two looks at a barrier
 # Barriers of this process that stay in jax's service. A save has fewer than 20, and starts when all
@@ -81,11 +81,11 @@ def join() -> None:
         f"this is process {position.index} of {position.count}, counted from 0"
     )
     try:
-        meeting = rendezvous.wait_for_all(position.address, position.count, position.index, limit)
+        meeting = peers.wait_for_all(position.address, position.count, position.index, limit)
     except TimeoutError as error:
         raise TimeoutError(f"{JOIN_SECONDS} = {limit}: time is up; {error}") from None
     # Heartbeats come first: an error inside of jax.distributed.initialize then reaches all.
-    peers.start(position.index, position.count, meeting.hub, lost, meeting.addresses)
+    peers.start(meeting, lost)
     address, bound = _service_address(position, meeting)
     with peers.announced():
         jax.distributed.initialize(
@@ -105,7 +105,7 @@ def join() -> None:
     _log_stderr(f"all {position.count} are there; if one is lost, all end within {lost} seconds")
 
 
-def _service_address(position: _Position, meeting: rendezvous.Meeting) -> tuple[str, str | None]:
+def _service_address(position: _Position, meeting: peers.Meeting) -> tuple[str, str | None]:
     """Return the address that processes call jax's service by, and its listening address.
 
     A listening address of None means all addresses of process 0, the default of jax's service.
@@ -118,7 +118,7 @@ def _service_address(position: _Position, meeting: rendezvous.Meeting) -> tuple[
         return position.address, None
     (hub,) = meeting.hub
     assert isinstance(hub, socket.socket)
-    host, port = hub.getsockname()[0], rendezvous.split(position.address)[1]
+    host, port = hub.getsockname()[0], peers.split(position.address)[1]
     bound = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return bound, bound
 

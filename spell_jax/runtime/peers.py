@@ -1,13 +1,19 @@
-"""Heartbeats between the processes of a run: if one is lost or fails, all others end and name it.
+"""The processes of a run: they meet before it, and if one is lost or fails, all others end.
 
-1. Process 0 listens at a port, and greets every other process with a random challenge. The process
-   answers with an HMAC of the challenge, which proves that it knows the run's token. It then sends
-   its state as a line of JSON several times within the limit: phase, step, last checkpoint, error.
-2. Process 0 answers each line with its own state. It judges that the run is over if a process has
+1. `wait_for_all`: every process connects to process 0 and sends its index. When all have
+   connected, or at the time limit, process 0 tells them which are missing. It then frees the port
+   for jax, and listens for heartbeats only at the addresses by which the processes reached it.
+2. `Heartbeats`: process 0 greets every process with a random challenge. The process answers with
+   an HMAC of the challenge, which proves that it knows the run's token. It then sends its state as
+   a line of JSON several times within the limit: phase, step, last checkpoint, error.
+3. Process 0 answers each line with its own state. It judges that the run is over if a process has
    been silent for the limit, has closed its connection without a word, or reports an error.
-3. The answers then carry the verdict. Each process prints it and ends with EXIT_CODE; one that
+4. The answers then carry the verdict. Each process prints it and ends with EXIT_CODE; one that
    failed raises its own error. Process 0 ends last.
-4. A process that does not hear process 0 for the limit judges that process 0 is missing.
+5. A process that does not hear process 0 for the limit judges that process 0 is missing.
+
+jax.distributed has a time limit and heartbeats, too. Their end is an abort (SIGABRT) with a message
+that names no process, as in jax 0.10.2; no Python code can catch it.
 
 Collectives, and Orbax's waits for other processes, cannot be interrupted. So a thread ends the
 process, whatever its main thread waits for.
@@ -25,6 +31,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -35,10 +42,19 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from spell_jax.runtime import terminal
+from spell_jax.runtime import listener, terminal
 from spell_jax.runtime.listener import LONGEST_LINE, NOT_A_PEER, Connection, Listener
 
 EXIT_CODE = 69  # EX_UNAVAILABLE of sysexits.h: another process is missing or has failed
+
+_ALL_THERE = "all there "
+_MISSING = "missing: "
+_ANSWER = re.compile(rf"{_ALL_THERE}\d{{1,5}}|{_MISSING}[\w ,]+")
+_CALL_EVERY_S = 0.3  # pause between two calls of process 0
+# Seconds to wait for process 0 after the time limit: it answers at its own limit, which may come
+# later, with the names of missing processes.
+_ANSWER_S = 5.0
+_LONGEST_WAIT_S = 1.0  # between two looks at the time limit
 
 _LONGEST_BEAT_S = 1.0
 # Time between a reported error and the verdict. Connections of a killed process close one by one:
@@ -48,6 +64,119 @@ _LONGEST_ERROR = 600  # characters
 _MOST_NAMED = 10  # processes in a verdict, which must fit into a line
 _CHALLENGE_BYTES = 16  # random for each connection, so that an overheard proof proves nothing
 _LONGEST_CHALLENGE = 256  # characters
+
+
+# ----------------------------------------------------------------------------------------- Joining
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """Result of `wait_for_all`.
+
+    Attributes:
+      index, count: index of this process, and number of processes.
+      hub: listening sockets for heartbeats on process 0; elsewhere their host and port.
+      addresses: on process 0, address from which each process called, by index; elsewhere the host
+        of process 0.
+    """
+
+    index: int
+    count: int
+    hub: Sequence[socket.socket] | tuple[str, int]
+    addresses: Mapping[int, str]
+
+
+def wait_for_all(address: str, count: int, index: int, limit: float) -> Meeting:
+    """Wait until all `count` >= 2 processes of a run have called this, at most `limit` seconds.
+
+    `address` is host:port of process 0. TimeoutError names the missing processes; OSError if
+    process 0 cannot listen at the port.
+    """
+    host, port = split(address)
+    deadline = time.monotonic() + limit
+    if index == 0:
+        return _await_all(host, port, count, deadline)
+    hub_port = _call((host, port), _name(index, count), deadline)
+    return Meeting(index, count, (host, hub_port), {0: host})
+
+
+def split(address: str) -> tuple[str, int]:
+    """Split host:port, or [host]:port, into host and port."""
+    host, port = address.rsplit(":", 1)
+    return host.strip("[]"), int(port)
+
+
+def _name(index: int, count: int) -> str:
+    return f"process {index} of {count}"
+
+
+def _await_all(host: str, port: int, count: int, deadline: float) -> Meeting:
+    indices = {_name(index, count).encode(): index for index in range(1, count)}
+    callers: dict[int, Connection] = {}
+
+    def answer(connection: Connection, line: bytes) -> bytes:
+        if (index := indices.get(line)) is None or connection.caller is not None:
+            raise ValueError("is no process of this run")
+        # A second call comes from a restarted process. If instead a stranger takes the place of a
+        # process, that process sees the end of its connection, calls again, and takes it back.
+        if index in callers:
+            door.refuse(callers[index], f"was replaced by {connection.address} as {line.decode()}")
+        connection.caller = index
+        callers[index] = connection
+        return b""
+
+    def lose(connection: Connection) -> None:
+        if callers.get(connection.caller) is connection:
+            del callers[connection.caller]
+
+    with Listener([listener.listen(host, port)], answer, lose) as door:
+        while len(callers) < len(indices) and (seconds := deadline - time.monotonic()) > 0:
+            door.exchange(min(seconds, _LONGEST_WAIT_S))
+        missing = [name.decode() for name, index in indices.items() if index not in callers]
+        if missing:
+            for caller in list(callers.values()):
+                door.send(caller, f"{_MISSING}{', '.join(missing)}\n".encode())
+            raise TimeoutError(f"{_MISSING}{', '.join(missing)}")
+        addresses = {index: caller.address for index, caller in callers.items()}
+        # Heartbeats listen only at addresses that processes called: at all addresses, strangers of
+        # other networks could call, too.
+        hubs: dict[str, socket.socket] = {}
+        for caller in list(callers.values()):
+            reached = listener.plain(caller.line.getsockname()[0])
+            if reached not in hubs:
+                hubs[reached] = listener.listen(reached)
+            port = hubs[reached].getsockname()[1]
+            door.send(caller, f"{_ALL_THERE}{port}\n".encode())
+    return Meeting(0, count, list(hubs.values()), addresses)
+
+
+def _call(address: tuple[str, int], name: str, deadline: float) -> int:
+    """Connect until process 0 answers; return its port for heartbeats."""
+    while (seconds := deadline - time.monotonic()) > 0:
+        answer = _ask(address, name, seconds)
+        if answer.startswith(_ALL_THERE):
+            return int(answer.removeprefix(_ALL_THERE))
+        if answer:
+            raise TimeoutError(answer)
+        # No answer is no error yet: process 0 may not listen yet, or may be restarting.
+        time.sleep(_CALL_EVERY_S)
+    raise TimeoutError(f"{_MISSING}process 0, which does not answer at {address[0]}:{address[1]}")
+
+
+def _ask(address: tuple[str, int], name: str, seconds: float) -> str:
+    """Return the answer of process 0, or "" if none comes in `seconds` + _ANSWER_S seconds."""
+    try:
+        with socket.create_connection(address, timeout=seconds) as line:
+            line.sendall(f"{name}\n".encode())
+            line.settimeout(seconds + _ANSWER_S)
+            answer = line.makefile("rb").readline(LONGEST_LINE).decode("ascii", "replace")
+    except OSError:
+        return ""
+    # Another server may listen at the port, with an answer of its own.
+    return answer.strip() if _ANSWER.fullmatch(answer.strip()) else ""
+
+
+# -------------------------------------------------------------------------------------- Heartbeats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +225,7 @@ class _Peer:
         host = f"host {self.state['host']}" if self.state else ""
         where = ", ".join(filter(None, [host, self.address]))
         place = "during {phase} after step {step}".format_map(self.state or _SETUP)
-        return f"process {self.index} of {self.count}{where and f' ({where})'} {event} {place}"
+        return f"{_name(self.index, self.count)}{where and f' ({where})'} {event} {place}"
 
 
 _SETUP = {"phase": "setup", "step": 0, "saved": None, "error": "", "is_done": False}
@@ -156,24 +285,18 @@ class Heartbeats:
     """Heartbeats of one process; `start` starts the thread.
 
     Args:
-      index, count: of this process, and number of processes.
-      hub: listening sockets on process 0; elsewhere their host and port.
+      meeting: result of `wait_for_all`.
       limit: seconds without a sign of life after which a process is missing. After a closed
         connection a quarter of the limit suffices.
-      addresses: addresses of the other processes, by index, where they are known.
       end: called with an exit status to end this process.
     """
 
     def __init__(
-        self,
-        index: int,
-        count: int,
-        hub: Sequence[socket.socket] | tuple[str, int],
-        limit: float,
-        addresses: Mapping[int, str],
-        end: Callable[[int], Any] = os._exit,
+        self, meeting: Meeting, limit: float, end: Callable[[int], Any] = os._exit
     ) -> None:
-        self._index, self._count, self._hub, self._limit, self._end = index, count, hub, limit, end
+        index, count = meeting.index, meeting.count
+        self._index, self._count, self._hub = index, count, meeting.hub
+        self._limit, self._end = limit, end
         # At least 20 heartbeats within the limit: one that is late decides nothing.
         self._every = min(_LONGEST_BEAT_S, limit / 20)
         # A closed connection says more than silence: the process has ended, or must call again.
@@ -182,7 +305,7 @@ class Heartbeats:
         self._clock = _Clock(self._patience)
         now = self._clock.now()
         self._peers = {
-            peer: _Peer(peer, count, now, addresses.get(peer, ""))
+            peer: _Peer(peer, count, now, meeting.addresses.get(peer, ""))
             for peer in (range(1, count) if index == 0 else (0,))
         }
         self._token: bytes | None = None
@@ -358,16 +481,10 @@ class Heartbeats:
 _heartbeats: Heartbeats | None = None
 
 
-def start(
-    index: int,
-    count: int,
-    hub: Sequence[socket.socket] | tuple[str, int],
-    limit: float,
-    addresses: Mapping[int, str],
-) -> None:
+def start(meeting: Meeting, limit: float) -> None:
     """Start the heartbeats of this process, with the arguments of Heartbeats."""
     global _heartbeats
-    _heartbeats = Heartbeats(index, count, hub, limit, addresses)
+    _heartbeats = Heartbeats(meeting, limit)
     _heartbeats.start()
     # jax aborts a process that loses its connection to process 0, and has no hook for that.
     ctypes.CDLL(None).signal(signal.SIGABRT, _announce_abort)

@@ -30,7 +30,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spell_jax.runtime import distributed, listener, peers, rendezvous
+from spell_jax.runtime import distributed, listener, peers
+from spell_jax.runtime.peers import Meeting
 
 
 def run_two(module: str, *arguments: str) -> list[Any]:
@@ -245,18 +246,18 @@ OPEN_MPI = {
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """Record calls of the rendezvous and of jax.distributed, which are both replaced."""
+    """Record calls of wait_for_all and of jax.distributed, which are both replaced."""
     calls = types.SimpleNamespace(
         met=[], started=[], peers=[], trusted=[], is_initialized=lambda: False
     )
     calls.initialize = lambda *arguments, **options: calls.started.append((arguments, options))
 
-    def wait_for_all(*arguments: Any) -> rendezvous.Meeting:
-        calls.met.append(arguments)
-        host = rendezvous.split(arguments[0])[0]
-        return rendezvous.Meeting((host, 4711), {0: host})
+    def wait_for_all(address: str, count: int, index: int, limit: int) -> Meeting:
+        calls.met.append((address, count, index, limit))
+        host = peers.split(address)[0]
+        return Meeting(index, count, (host, 4711), {0: host})
 
-    monkeypatch.setattr(rendezvous, "wait_for_all", wait_for_all)
+    monkeypatch.setattr(peers, "wait_for_all", wait_for_all)
     monkeypatch.setattr(peers, "start", lambda *arguments: calls.peers.append(arguments))
     monkeypatch.setattr(peers, "trust", calls.trusted.append)
     monkeypatch.setattr(distributed, "_share_token", lambda *_: b"token")
@@ -291,7 +292,7 @@ def test_join_uses_environment_variables(variables, place, joined, monkeypatch, 
     assert arguments == place
     assert (options["initialization_timeout"], options["heartbeat_timeout_seconds"]) == (7, 15)
     host = address.partition(":")[0]
-    assert joined.peers == [(index, count, (host, 4711), 5, {0: host})]
+    assert joined.peers == [(Meeting(index, count, (host, 4711), {0: host}), 5)]
     assert joined.trusted == [b"token"] and options["coordinator_bind_address"] is None
     error_lines = capsys.readouterr().err.splitlines()
     assert f"waiting for {count} processes at {address}, up to 7 seconds" in error_lines[0]
@@ -318,11 +319,11 @@ def test_service_of_jax_listens_where_all_others_called(
         monkeypatch.setenv(variable, "any")
     with contextlib.ExitStack() as stack:
         hub = [stack.enter_context(listener.listen(host)) for host in reached]
-        meeting = rendezvous.Meeting(hub, {})
+        meeting = Meeting(0, 3, hub, {})
         position = distributed._Position("host:1234", 3, 0)
         assert distributed._service_address(position, meeting) == (address, bound)
     position = distributed._Position("host:1234", 3, 1)
-    meeting = rendezvous.Meeting(("host", 1), {})
+    meeting = Meeting(1, 3, ("host", 1), {})
     assert distributed._service_address(position, meeting) == ("host:1234", None)
 
 
@@ -346,7 +347,7 @@ def test_join_timeout_names_variable_and_missing_process(joined, monkeypatch) ->
     def wait_for_all(*_) -> None:
         raise TimeoutError("missing: process 2 of 4")
 
-    monkeypatch.setattr(rendezvous, "wait_for_all", wait_for_all)
+    monkeypatch.setattr(peers, "wait_for_all", wait_for_all)
     _set(monkeypatch, GIVEN)
     with pytest.raises(TimeoutError, match=r"SPELL_JOIN_SECONDS = 300: .*process 2 of 4"):
         distributed.join()

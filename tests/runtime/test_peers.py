@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from spell_jax.runtime import listener, peers
-from spell_jax.runtime.peers import EXIT_CODE, Heartbeats
+from spell_jax.runtime.peers import EXIT_CODE, Heartbeats, Meeting
 
 LONG, SHORT = 120.0, 2.0  # limits that a test does not reach, or waits for
 TOKEN = bytes(range(32))
@@ -47,7 +47,7 @@ class Run:
         for index in members:
             hub = [self.server] if index == 0 else self.address
             end = functools.partial(self._end, index)
-            member = Heartbeats(index, count, hub, limit, {}, end)
+            member = Heartbeats(Meeting(index, count, hub, {}), limit, end)
             member.state |= {"host": f"h{index}", "phase": "rollout", "step": 3, "saved": 2}
             self.members[index] = member
             member.start()
@@ -191,7 +191,7 @@ def test_broken_connections_are_made_again() -> None:
     """Every connection of process 1 breaks after one answer."""
     with listener.listen("localhost") as relay:
         run = Run(2, (0,), LONG)
-        process = Heartbeats(1, 2, relay.getsockname(), LONG, {}, lambda _: None)
+        process = Heartbeats(Meeting(1, 2, relay.getsockname(), {}), LONG, lambda _: None)
         process.start()
         process.trust(TOKEN)
         for _ in range(5):
@@ -387,14 +387,16 @@ def test_token_comes_after_the_start() -> None:
 
 
 def test_verdict_names_the_address_of_a_process_that_was_never_heard() -> None:
-    process = Heartbeats(0, 3, [listener.listen("localhost")], LONG, {2: "10.0.0.66"}, print)
+    meeting = Meeting(0, 3, [listener.listen("localhost")], {2: "10.0.0.66"})
+    process = Heartbeats(meeting, LONG, print)
     verdict = process._judge(list(process._peers.values()), 1e9)
     assert "process 1 of 3 is missing" in verdict.text
     assert "process 2 of 3 (10.0.0.66) is missing: last heard during setup" in verdict.text
 
 
 def test_verdict_on_many_processes_fits_into_a_line() -> None:
-    process = Heartbeats(0, 1000, [listener.listen("localhost")], LONG, {}, print)
+    meeting = Meeting(0, 1000, [listener.listen("localhost")], {})
+    process = Heartbeats(meeting, LONG, print)
     for peer in process._peers.values():
         peer.state = json.loads(STATE) | {"host": "h" * 64, "error": "\u2028" * 600}
     verdict = process._judge(list(process._peers.values()), 1.0)

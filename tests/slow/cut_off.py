@@ -19,7 +19,7 @@ import time
 import jax
 import pytest
 
-from spell_jax.runtime import fault_injection, rendezvous
+from spell_jax.runtime import fault_injection, peers
 from spell_jax.runtime import setup as start
 from spell_jax.trainer import loop
 from tests import noise
@@ -43,15 +43,15 @@ def wait_at(point: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -
             while not (folder / "go").exists():
                 time.sleep(0.02)
 
-    meet = rendezvous.wait_for_all
+    meet = peers.wait_for_all
 
-    def wait_after_meeting(*arguments) -> rendezvous.Meeting:
+    def wait_after_meeting(*arguments) -> peers.Meeting:
         meeting = meet(*arguments)
         wait_or_pass("joined")
         return meeting
 
     monkeypatch.setattr(fault_injection, "point", wait_or_pass)
-    monkeypatch.setattr(rendezvous, "wait_for_all", wait_after_meeting)
+    monkeypatch.setattr(peers, "wait_for_all", wait_after_meeting)
 
 
 def main() -> None:

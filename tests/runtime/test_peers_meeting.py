@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from spell_jax.runtime import listener
-from spell_jax.runtime.rendezvous import Meeting, wait_for_all
+from spell_jax.runtime.peers import Meeting, wait_for_all
 
 
 @pytest.fixture
@@ -27,9 +27,7 @@ def close(meeting: Meeting) -> None:
             server.close()
 
 
-def rendezvous_errors(
-    port: int, count: int, indices: Iterable[int], limit: float
-) -> dict[int, str]:
+def meeting_errors(port: int, count: int, indices: Iterable[int], limit: float) -> dict[int, str]:
     """Let these processes of `count` wait; return each one's error text, "" for success."""
     answers: dict[int, str] = {}
 
@@ -52,29 +50,29 @@ def rendezvous_errors(
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_all_processes_continue_once_all_have_joined(order, port: int) -> None:
-    assert rendezvous_errors(port, 3, order, 20) == {0: "", 1: "", 2: ""}
+    assert meeting_errors(port, 3, order, 20) == {0: "", 1: "", 2: ""}
     with socket.create_server(("localhost", port)):
         pass  # free again
 
 
 @pytest.mark.slow
 def test_timeout_on_all_processes_names_missing_ones(port: int) -> None:
-    answers = rendezvous_errors(port, 5, (0, 1, 3), 1)
+    answers = meeting_errors(port, 5, (0, 1, 3), 1)
     assert answers == dict.fromkeys((0, 1, 3), "missing: process 2 of 5, process 4 of 5")
 
 
 def test_timeout_names_an_unreachable_process_0(port: int) -> None:
     text = f"missing: process 0, which does not answer at localhost:{port}"
-    assert rendezvous_errors(port, 3, (1, 2), 0.6) == {1: text, 2: text}
+    assert meeting_errors(port, 3, (1, 2), 0.6) == {1: text, 2: text}
 
 
 def test_connections_of_strangers_and_other_runs_are_ignored(port: int) -> None:
     answers: dict[int, str] = {}
-    waiting = threading.Thread(target=lambda: answers.update(rendezvous_errors(port, 2, (0,), 20)))
+    waiting = threading.Thread(target=lambda: answers.update(meeting_errors(port, 2, (0,), 20)))
     waiting.start()
     for text in (b"process 1 of 3\n", b"process 0 of 2\n", b"\xff\xfe\n", b"process 1 of 2", b""):
         _say(port, text)
-    assert rendezvous_errors(port, 2, (1,), 20) == {1: ""}
+    assert meeting_errors(port, 2, (1,), 20) == {1: ""}
     waiting.join(30)
     assert answers == {0: ""}
 
@@ -82,10 +80,10 @@ def test_connections_of_strangers_and_other_runs_are_ignored(port: int) -> None:
 def test_restarted_process_is_counted_once_and_answered(port: int) -> None:
     """A process died while it waited, and was started again."""
     answers: dict[int, str] = {}
-    waiting = threading.Thread(target=lambda: answers.update(rendezvous_errors(port, 3, (0,), 20)))
+    waiting = threading.Thread(target=lambda: answers.update(meeting_errors(port, 3, (0,), 20)))
     waiting.start()
     _say(port, b"process 1 of 3\n")
-    assert rendezvous_errors(port, 3, (1, 2), 20) == {1: "", 2: ""}
+    assert meeting_errors(port, 3, (1, 2), 20) == {1: "", 2: ""}
     waiting.join(30)
     assert answers == {0: ""}
 
@@ -114,21 +112,21 @@ def test_silent_strangers_do_not_delay_the_meeting(port: int) -> None:
         for _ in range(100):
             stack.enter_context(socket.create_connection(("localhost", port), timeout=5))
         start = time.monotonic()
-        assert rendezvous_errors(port, 2, (1,), 20) == {1: ""}
+        assert meeting_errors(port, 2, (1,), 20) == {1: ""}
         assert time.monotonic() - start < 3
 
 
 def test_process_takes_its_place_back_from_a_stranger(port: int) -> None:
     answers: dict[int, str] = {}
-    waiting = threading.Thread(target=lambda: answers.update(rendezvous_errors(port, 3, (0,), 20)))
+    waiting = threading.Thread(target=lambda: answers.update(meeting_errors(port, 3, (0,), 20)))
     waiting.start()
-    first = threading.Thread(target=lambda: answers.update(rendezvous_errors(port, 3, (1,), 20)))
+    first = threading.Thread(target=lambda: answers.update(meeting_errors(port, 3, (1,), 20)))
     first.start()
     time.sleep(0.2)
     with socket.create_connection(("localhost", port), timeout=5) as stranger:
         stranger.sendall(b"process 1 of 3\n")
         assert stranger.recv(100) == b""  # when process 1 has called again
-    assert rendezvous_errors(port, 3, (2,), 20) == {2: ""}
+    assert meeting_errors(port, 3, (2,), 20) == {2: ""}
     for thread in (waiting, first):
         thread.join(30)
     assert answers == {0: "", 1: ""}
@@ -175,7 +173,7 @@ def test_answers_of_other_servers_are_ignored(answer: bytes, port: int) -> None:
 
         threading.Thread(target=serve, daemon=True).start()
         text = f"missing: process 0, which does not answer at localhost:{port}"
-        assert rendezvous_errors(port, 2, (1,), 0.4) == {1: text}
+        assert meeting_errors(port, 2, (1,), 0.4) == {1: text}
 
 
 def _say(port: int, text: bytes) -> None:
