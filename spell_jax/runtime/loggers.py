@@ -46,7 +46,9 @@ class TensorBoard:
 
     def __init__(self, workdir: epath.Path, resume_step: int | None = None) -> None:
         # tensorboardX imports torch if it is installed, which takes 2 s and more. EventsWriter,
-        # because an error silently ends the thread of tensorboardX's SummaryWriter.
+        # because an error silently ends the thread of tensorboardX's SummaryWriter, on which
+        # metrax 0.2.4 builds. clu 0.0.12 writes with tensorflow or torch. The writer of tensorboard
+        # 2.21.0 calls no fsync.
         with _hidden("torch"):
             from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore - generated
