@@ -44,14 +44,12 @@ from ml_collections import config_flags
 
 from launch.aot import split_outside_brackets
 from launch.experiments import registry as experiments
-from spell_jax.algorithms import registry
-from spell_jax.config import model_sections, read
-from spell_jax.configs import tiny
+from spell_jax.config import collect_mistakes, model_sections
 from spell_jax.data.config import GENERATED
 from spell_jax.data.tfds_sets import is_tfds
 from spell_jax.policy.model import find_folder
 from spell_jax.runtime import entry
-from spell_jax.runtime.config import Config
+from spell_jax.runtime.config import Config, ConfigError
 
 CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
 # Executor -> final state of a work unit that did not fail, for the summary line.
@@ -63,6 +61,7 @@ EXTRAS = {
     **dict.fromkeys(("tpu_v2", "tpu_v3"), "tpu"),
     **dict.fromkeys(("p100", "v100", "t4", "l4_24th", "a100"), "gpu"),
 }
+_DATA_PATHS = ("data.source", "data.questions", "data.validation")
 _LONGEST_NAME = 120  # characters of a workdir's name; file systems end at 255 bytes
 
 
@@ -155,34 +154,14 @@ def _check_overrides(overrides: Sequence[str], fields: Collection[str], reason: 
 def read_config(unit: WorkUnit) -> Config:
     """Build the config that `spell_jax.train` will get from the unit's flags.
 
-    Raises ValueError if there is no such file, or a field is unknown or of the wrong type.
+    Errors are those of `entry.parse_flags`.
     """
-    first, *override_flags = (flag for flag in unit.flags if flag.startswith("--config"))
-    file = first.removeprefix("--config=")
-    if not pathlib.Path(file.partition(":")[0]).is_file():
-        raise ValueError(f"config = {file!r}: must be a file of configs/")
-    # Fields are looked up first, so that an error lists the fields of the section.
-    config = _parse(first)
-    for flag in override_flags:
-        field, _, value = flag.removeprefix("--config.").partition("=")
-        section: Any = config
-        for part in field.split("."):
-            if not hasattr(section, "items") or part not in section:
-                hint = f", must be one of {sorted(section)}" if hasattr(section, "items") else ""
-                raise ValueError(f"{field} = {value}: no such field in the config{hint}")
-            section = section[part]
-    return _parse(first, *override_flags)
-
-
-def _parse(*config_arguments: str) -> Config:
     # Flag values of its own, because absl's global flags hold the launcher's --config.
-    values, arguments = flags.FlagValues(), ["launch.xmanager", *config_arguments]
+    values = flags.FlagValues()
+    arguments = ["launch.xmanager", *(flag for flag in unit.flags if flag.startswith("--config"))]
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
-    try:
-        values(arguments)
-        return values["config"].value
-    except (flags.Error, OSError, ImportError, TypeError, AttributeError) as error:
-        raise ValueError(f"{' '.join(config_arguments)}: {error}") from error
+    entry.parse_flags(arguments, values, values)
+    return values["config"].value
 
 
 def check_config(config: Config, executor: str) -> None:
@@ -190,14 +169,22 @@ def check_config(config: Config, executor: str) -> None:
 
     Raises ValueError (field, value and remedy), or FileNotFoundError for a missing folder or file.
     """
-    if "algorithm" not in config:
-        raise ValueError("algorithm: is missing; must be a config of spell_jax.train")
+    run, mistakes = collect_mistakes(config)
+    if run is not None and executor == "vertex" and _check_buckets(config):
+        mistakes = {field: text for field, text in mistakes.items() if field not in _DATA_PATHS}
+    if run is None or mistakes:
+        raise ConfigError(mistakes.values())
+    run.algorithm.load_prompts()
     if executor == "local":
-        run = read(config)
-        run.algorithm.load_prompts()
         find_folder(run.policy.folder)
-        return
-    paths = {f"data.{name}": config.data[name] for name in ("source", "questions", "validation")}
+
+
+def _check_buckets(config: Config) -> bool:
+    """Check that data and models are below MOUNT or generated; return whether any is in a bucket.
+
+    Raises ValueError for a path of this machine.
+    """
+    paths = {field: config.data[field.removeprefix("data.")] for field in _DATA_PATHS}
     if is_tfds(config.data.source):
         del paths["data.source"]
         paths["data.tfds_data_dir"] = config.data.tfds_data_dir or "~/tensorflow_datasets"
@@ -205,18 +192,12 @@ def check_config(config: Config, executor: str) -> None:
     for field, path in paths.items():
         if path not in ("", "tiny", *GENERATED) and not path.startswith(MOUNT):
             raise ValueError(f"{field} = {path!r}: must be below {MOUNT}, for executor = 'vertex'")
-    if missing := [field for field, path in paths.items() if field.endswith("folder") and not path]:
-        raise ValueError(f"{missing[0]} = '': must be 'tiny' or below {MOUNT}")
+    missing = [field for field, path in paths.items() if field.endswith("folder") and not path]
     if not config.data.source and not config.data.questions:
-        raise ValueError(f"data.source = '': must be 'tiny' or below {MOUNT}")
-    algorithm = registry.read_algorithm(config.algorithm)
-    algorithm.load_prompts()
-    if any(path.startswith(MOUNT) for path in paths.values()):
-        with config.unlocked():  # data is in buckets: check the rest with valid data
-            config.data = tiny.get_config().data
-            if "clusters" not in registry.ALGORITHMS[algorithm.name].inputs:
-                config.algorithm = tiny.get_config().algorithm
-    read(config)
+        missing.append("data.source")
+    if missing:
+        raise ValueError(f"{missing[0]} = '': must be 'tiny' or below {MOUNT}")
+    return any(path.startswith(MOUNT) for path in paths.values())
 
 
 def requirements(executor: str, accelerator: str, cpu: int, ram_gib: int) -> dict[str, int]:

@@ -277,14 +277,19 @@ def _no_such_field(error: Exception, argv: Sequence[str]) -> str:
     key = key.strip("'")
     for argument in argv:
         flag = argument.partition("=")[0]
-        if key in flag.split(".")[1:]:
-            hint = hint or _nearest_field(flag.removeprefix("--config."), argv)
+        field = flag.removeprefix("--config.")
+        # ml_collections names the field alone, or the whole path below a number.
+        if key in flag.split(".")[1:] or key.endswith(f": {field}"):
+            hint = hint or _nearest_field(field, argv)
             return f"{flag}: no such field" + (f". {hint}" if hint else "")
     return f"--config: {key} {hint}".strip()
 
 
 def _nearest_field(name: str, argv: Sequence[str]) -> str:
-    """Suggest the config's fields with the last part of `name`, else the field most like `name`."""
+    """Suggest the config's fields with the last part of `name`, else a field like `name`.
+
+    A section without a like field is listed.
+    """
     config = [argument for argument in argv if argument.startswith("--config=")]
     # The config without its overrides, in flags of its own: the overrides hold the mistake.
     values = flags.FlagValues()
@@ -292,8 +297,17 @@ def _nearest_field(name: str, argv: Sequence[str]) -> str:
     values(["", *config])
     loaded: Any = values["config"].value
     fields = [field for field, _ in flat(loaded.to_dict())]
-    last = name.rpartition(".")[2]
+    section, _, last = name.rpartition(".")
     matches = [field for field in fields if field.endswith(f".{last}")]
+    siblings = [
+        field.removeprefix(f"{section}.") for field in fields if field.startswith(f"{section}.")
+    ]
+    if not matches and section and siblings:
+        # Only the last parts are compared: with the section in them, all fields would be alike.
+        close_names = difflib.get_close_matches(last, siblings, 1)
+        if not close_names:
+            return f"Must be one of {', '.join(siblings)}"
+        matches = [f"{section}.{close_names[0]}"]
     matches = matches or difflib.get_close_matches(name, fields, 1)
     return (
         f"Did you mean {' or '.join(f'--config.{field}' for field in matches)}?" if matches else ""

@@ -259,7 +259,14 @@ def test_shipped_configs_have_names(name, tmp_path, monkeypatch):
             '--config.algorithm.sigmx: no such field. Did you mean "sigma" instead of "sigmx"\\?$',
         ),
         (["--config={config}", "--config.zzz=2"], "--config.zzz: no such field$"),
-        (["--config={config}", "--config.steps.x=2"], "--config: .*steps.x"),
+        (
+            ["--config={config}", "--config.steps.x=2"],
+            r"^--config\.steps\.x: no such field. Did you mean --config\.steps\?$",
+        ),
+        (
+            ["--config={config}", "--config.algorithm.lr=2"],
+            r"^--config\.algorithm\.lr: no such field. Must be one of .*sigma",
+        ),
         (["--config={config}", "--config.steps=many"], "flag --config.steps=many: invalid"),
         (["--config={config}:unknown"], "--config=.*config.py:unknown: must be one of"),
         (["--config={config}.missing"], "--config = '.*config.py.missing': no such file"),
