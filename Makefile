@@ -16,7 +16,7 @@ demo: .venv/installed
 
 # The documentation's site, in build/site. Strict: a dead link is an error.
 docs: .venv/installed-docs
-	$(BIN)/python -m launch.measurements --check
+	$(BIN)/python -m docs.tools.measurements --check
 	$(BIN)/python -m mkdocs build --strict
 
 # The first storey: lint, types and the tests that tell whether a change is right.

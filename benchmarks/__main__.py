@@ -2,7 +2,7 @@
 
 A benchmark prints one JSON line: its options, the commit, the machine and its measurements.
 NAME --help explains options and measurements. --save=docs/measurements/FILE.json writes the line
-with its command, for the pages of the documentation (python -m launch.measurements).
+with its command, for the pages of the documentation (python -m docs.tools.measurements).
 
 update   seconds of one optimizer update, with shared and with repeated prompts
 sample   tokens/s of G answers to a prompt: shared, to G prompts, one by one, by transformers
@@ -105,7 +105,7 @@ def _line(name: str, benchmark: BenchmarkCommand) -> dict[str, Any]:
 
 
 def save(path: pathlib.Path, arguments: Sequence[str], line: Mapping[str, Any]) -> None:
-    """Write a line as a file of docs/measurements (launch/measurements.py)."""
+    """Write a line as a file of docs/measurements (docs/tools/measurements.py)."""
     content = {
         "kind": "measured",
         "commit": line["commit"],

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from launch import measurements
+from docs.tools import measurements
 
 _SHELL = re.compile(
     r"(\.venv/bin/)?(python3?|pip|make|spell-\w+|for |zcat|mkdir|echo)\b|[A-Z_]+=[\w\"]"

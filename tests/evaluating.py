@@ -20,7 +20,7 @@ import jax
 import pytest
 from absl import flags
 
-from launch import commands
+from docs.tools import commands
 from spell_jax.evaluation import judge as judging
 from spell_jax.evaluation import runner
 from spell_jax.evaluation.answering import EvaluationSampling

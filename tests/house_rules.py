@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.paths import ROOT
 
 PACKAGE = "spell_jax"
-OUTSIDE = ("launch", "benchmarks", "data_pipeline", "configs", "examples", "tests")
+OUTSIDE = ("launch", "benchmarks", "data_pipeline", "configs", "docs", "examples", "tests")
 FOLDERS = (PACKAGE, *OUTSIDE)
 
 # Rooms by floor, from the top. A module imports its own room and lower floors only.

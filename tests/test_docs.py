@@ -18,7 +18,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from benchmarks import __main__ as benchmarks
-from launch import commands, measurements, reference
+from docs.tools import commands, measurements, reference
 from spell_jax.algorithms import registry
 from spell_jax.config import ExtraModelConfig, RunConfig, SupervisedConfig, read, read_supervised
 from spell_jax.runtime import entry
@@ -227,7 +227,7 @@ def test_howto_pages_begin_with_a_command():
 def test_numbers_are_as_measured(name: str):
     text = (ROOT / name).read_text()
     refreshed = measurements.refresh(text, TEMPLATES[name], measurements.read())
-    assert refreshed == text, "python -m launch.measurements"
+    assert refreshed == text, "python -m docs.tools.measurements"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -98,7 +98,7 @@ class Results:
         return f"{section:14} {case:34} {line['seconds']:6.1f} s  {content}"
 
     def measurement(self, command: str) -> dict[str, Any]:
-        """Make the content of a file of docs/measurements (launch/measurements.py)."""
+        """Make the content of a file of docs/measurements (docs/tools/measurements.py)."""
         machines = [line["machine"] for line in self._lines.values() if line.get("machine")]
         machine: Mapping[str, Any] = machines[-1] if machines else {}
         # Runs in the same folder may be of several commits; a line says of which it is.

@@ -20,7 +20,7 @@ from benchmarks.accelerator import command, kernels_right, rows, trace
 from benchmarks.accelerator.command import Accelerator, Section
 from benchmarks.accelerator.results import NOT_RUN, Results
 from benchmarks.accelerator.section import FAULT, seconds_of
-from launch import measurements
+from docs.tools import measurements
 
 MACHINE = {"device": "A GPU", "devices": 1, "python": "3.12.3", "jax": "0.11.2", "commit": "abc"}
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from etils import epath
 
-from launch import commands, plan, site, topologies, xmanager
+from docs.tools import commands, site
+from launch import plan, topologies, xmanager
 from launch.experiments import __main__ as command
 from launch.experiments import printer, registry
 from launch.experiments.experiment import (

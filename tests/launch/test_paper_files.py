@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch import measurements
+from docs.tools import measurements
 from launch.experiments import registry, typed_toml
 
 TEXTS = {name: (registry.FOLDER / name).read_text() for name in registry.FILES}

@@ -17,7 +17,7 @@ import pytest
 from absl import app, flags
 from ml_collections import config_flags
 
-from launch import commands
+from docs.tools import commands
 from spell_jax.runtime import distributed, durable, entry, paths, setup
 from spell_jax.runtime.checkpoint import DamagedError
 from spell_jax.runtime.config import ConfigError

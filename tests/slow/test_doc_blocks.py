@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from launch import measurements
+from docs.tools import measurements
 from tests import doc_commands
 from tests.paths import ROOT
 

@@ -2,8 +2,9 @@
 
 1. README.md is the site's first page; CONTRIBUTING.md and the notebooks of studies are pages too.
    They stay where readers of the repository look for them; links to and from them are rewritten.
-2. The pages of reference/ are made from source (launch/reference.py). reference/api/ has a page for
-   each room of the package. experiments.md ends with the lists of `python -m launch.experiments`.
+2. The pages of reference/ are made from source (docs/tools/reference.py). reference/api/ has a page
+   for each room of the package. experiments.md ends with the lists of `python -m
+   launch.experiments`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from launch import reference
+from docs.tools import reference
+from docs.tools.measurements import ROOT
 from launch.experiments import printer
-from launch.measurements import ROOT
 
 # File outside docs/ -> page of the site.
 _OUTSIDE = {

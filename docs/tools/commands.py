@@ -1,7 +1,7 @@
 """Command lines of the repository, read from source without importing it.
 
-`find` lists every module that `python -m` runs, with its flags. The reference page of the site is
-made of them, and the test of the documentation's shell blocks compares flags with them.
+`find` lists every module that `python -m` runs, with its flags. The site's reference page shows the
+flags, and the test of the documentation's shell blocks looks them up.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import pathlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-_PACKAGES = ("spell_jax", "data_pipeline", "launch", "benchmarks")
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+_FOLDERS = ("spell_jax", "data_pipeline", "launch", "benchmarks", "docs/tools")
 
 
 class Flag(NamedTuple):
     """A flag `--name`, its default as source text ("" if there is none), and its help.
 
-    `module` is the one that defines it, whose names the default may use.
+    `module` defines the flag; the default may use its names.
     """
 
     name: str
@@ -38,8 +38,8 @@ class Command(NamedTuple):
 def find(root: pathlib.Path = ROOT) -> dict[str, Command]:
     """Find all commands, by module name ("spell_jax.train"; of a __main__, the package's name)."""
     commands = {}
-    for package in _PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
+    for folder in _FOLDERS:
+        for path in sorted((root / folder).rglob("*.py")):
             source = path.read_text(encoding="utf-8")
             if "__main__" not in source:
                 continue

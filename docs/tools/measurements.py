@@ -1,6 +1,6 @@
 """Measured numbers of the documentation: held in docs/measurements, copied into the pages.
 
-    python -m launch.measurements [--check]
+    python -m docs.tools.measurements [--check]
 
 A file NAME.json has the fields kind ("measured", "compiled only" or "estimated"), commit, machine,
 command and values. `python -m benchmarks NAME --save=FILE` writes one. The file pages.toml lists
@@ -24,7 +24,7 @@ from typing import Any
 from launch.experiments import typed_toml
 from spell_jax.runtime.finite import is_finite
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "measurements"
 KINDS = ("measured", "compiled only", "estimated")
 _FIELDS = {"kind", "commit", "machine", "command", "values"}
@@ -163,7 +163,7 @@ def refresh_pages(root: pathlib.Path, *, is_check: bool) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        "python -m launch.measurements",
+        "python -m docs.tools.measurements",
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )

@@ -1,7 +1,7 @@
 """Reference pages of the documentation's site, made from source.
 
 The pages of the config and of the rooms name dataclasses, functions and classes; mkdocstrings
-renders their docstrings. The commands' page has every flag and docstring (launch/commands.py).
+renders their docstrings. The commands' page has every flag and docstring (docs/tools/commands.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import importlib
 import re
 from typing import Any
 
-from launch import commands
-from launch.measurements import ROOT
+from docs.tools import commands
+from docs.tools.measurements import ROOT
 from spell_jax import config
 from spell_jax.algorithms import registry
 from spell_jax.algorithms.config import AlgorithmConfig

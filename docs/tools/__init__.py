@@ -1,0 +1,7 @@
+"""Tools of the documentation, which import every package and are imported by tests only.
+
+measurements: measured numbers in pages (python -m docs.tools.measurements).
+commands: command lines of the repository, read from source.
+reference: reference pages, made from dataclasses, docstrings and flags.
+site: hooks of mkdocs (`make docs`).
+"""
