@@ -1,4 +1,4 @@
-"""Progress line: phase, step, a few numbers, elapsed and remaining time."""
+"""Progress of a run or command: phase, step, a few numbers, elapsed and remaining time."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 _NEWEST_WEIGHT = 0.2
 _TIMES_A_SECOND = 4  # redraws of the line
 _BAR = 30  # maximum width in columns
+TICK_S = 10.0  # between two log lines of a Ticker
 
 
 class Progress:
@@ -176,6 +177,23 @@ class Progress:
         grid.add_column(no_wrap=True, overflow="crop")
         grid.add_row(self._spinner, where, bar, Text(facts, no_wrap=True))
         yield grid
+
+
+class Ticker:
+    """Log lines about a long command: one when a phase begins, then one every TICK_S seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._phase, self._last = clock, "", clock()
+
+    def enter(self, phase: str) -> None:
+        log.info("%s", phase)
+        self._phase, self._last = phase, self._clock()
+
+    def tick(self, text: str, *values: int) -> None:
+        """Log the phase and a text with values, at most every TICK_S seconds."""
+        if (now := self._clock()) - self._last >= TICK_S:
+            log.info("%s: %s", self._phase, text.format(*values))
+            self._last = now
 
 
 def format_seconds(seconds: float) -> str:

@@ -12,6 +12,8 @@ import queue
 import resource
 import sys
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +26,6 @@ from spell_jax.runtime.episodes import EpisodeWriter
 from spell_jax.runtime.loggers import Wandb
 from spell_jax.runtime.metrics import Metrics, MetricsWriter
 from spell_jax.runtime.progress import Progress
-from spell_jax.runtime.timers import PhaseTimer
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _STATUS_FILE = pathlib.Path("/proc/self/statm")  # Linux; the second number counts resident pages
@@ -88,6 +89,41 @@ class Background:
                 # The first error counts, because later ones often follow from it.
                 self._error = self._error or error
             self._queue.task_done()
+
+
+class PhaseTimer:
+    """Seconds by phase; at every moment exactly one phase is running."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since = clock()
+        # A first phase from the beginning: the seconds of all phases add up to the time that
+        # passed.
+        self._name = "start"
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def enter(self, name: str) -> None:
+        now = self._clock()
+        self._seconds[self._name] += now - self._since
+        self._name, self._since = name, now
+
+    def reassign(self, seconds: Mapping[str, float]) -> None:
+        """Move seconds from the current phase to the named phases."""
+        for name, value in seconds.items():
+            self._seconds[name] += value
+            self._seconds[self._name] -= value
+
+    def spent(self, name: str) -> float:
+        """Return a phase's seconds since the last `take`, less the time since the last `enter`."""
+        return self._seconds[name]
+
+    def take(self) -> dict[str, float]:
+        """Return and reset the seconds by phase; their sum is the time since the last call."""
+        # Entering the current phase again adds its seconds until now.
+        self.enter(self._name)
+        seconds = dict(self._seconds)
+        self._seconds.clear()
+        return seconds
 
 
 class ProcessStats:

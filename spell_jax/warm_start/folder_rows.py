@@ -38,7 +38,7 @@ from spell_jax.policy import tokenizer
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_records
-from spell_jax.runtime.timers import Ticker
+from spell_jax.runtime.progress import Ticker
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.numbers import Number, parse_number, same_number

@@ -13,8 +13,7 @@ from spell_jax.runtime import metrics as runtime_metrics
 from spell_jax.runtime import run_logger as run_logger
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import Metrics, read_metrics
-from spell_jax.runtime.run_logger import RunLogger
-from spell_jax.runtime.timers import PhaseTimer
+from spell_jax.runtime.run_logger import PhaseTimer, RunLogger
 
 
 def loss(value: float) -> Metrics:
@@ -90,6 +89,46 @@ def test_full_disk_is_reported_by_flush_and_next_write(tmp_path, monkeypatch):
             logger.write(2, loss(2))
         # The tail for a checkpoint still has both steps.
         assert [json.loads(line)["step"] for line in logger.tail()] == [1, 2]
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_each_second_is_counted_in_one_phase():
+    clock = Clock()
+    timer = PhaseTimer(clock)
+    clock.now += 1
+    timer.enter("rollout")
+    clock.now += 10
+    timer.reassign({"questioner": 4.0, "responder": 3.0})
+    timer.enter("update")
+    clock.now += 20
+    timer.reassign({"responder": 5.0, "rollout": 2.0})  # rollout meanwhile
+    assert timer.take() == {
+        "start": 1.0,
+        "rollout": 5.0,
+        "questioner": 4.0,
+        "responder": 8.0,
+        "update": 13.0,
+    }
+    clock.now += 2
+    timer.enter("rollout")
+    clock.now += 1
+    timer.enter("update")
+    assert timer.take() == {"update": 2.0, "rollout": 1.0}
+
+
+def test_seconds_reassigned_to_the_current_phase_change_nothing():
+    clock = Clock()
+    timer = PhaseTimer(clock)
+    timer.enter("rollout")
+    clock.now += 3
+    timer.reassign({"rollout": 2.0})
+    assert timer.take() == {"start": 0.0, "rollout": 3.0}
 
 
 def test_phase_times_add_up_to_the_step_time(tmp_path):

@@ -20,7 +20,7 @@ from spell_jax.data.clusters import (
 )
 from spell_jax.data.questions import read_questions
 from spell_jax.policy import tokenizer
-from spell_jax.runtime.timers import Ticker
+from spell_jax.runtime.progress import Ticker
 from spell_jax.selfplay import prompts
 from spell_jax.selfplay.parsing import parse_question, parse_verdict
 from spell_jax.selfplay.rules import score
