@@ -12,8 +12,10 @@
    failed raises its own error. Process 0 ends last.
 5. A process that does not hear process 0 for the limit judges that process 0 is missing.
 
-jax.distributed has a time limit and heartbeats, too. Their end is an abort (SIGABRT) with a message
-that names no process, as in jax 0.10.2; no Python code can catch it.
+jax.distributed has a time limit and heartbeats, too. In jax 0.10.2 their end is an abort (SIGABRT)
+that no Python code can catch, and the time limit's message names no process. With the flag
+jax_enable_recoverability its private get_live_nodes names lost processes, but not during
+initialize(), and the end of process 0 still aborts all.
 
 Collectives, and Orbax's waits for other processes, cannot be interrupted. So a thread ends the
 process, whatever its main thread waits for.
