@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -41,39 +42,30 @@ def find(root: pathlib.Path = ROOT) -> dict[str, Command]:
     for folder in _FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
             source = path.read_text(encoding="utf-8")
-            if "__main__" not in source:
+            if '\nif __name__ == "__main__":\n' not in source:
                 continue
             tree = ast.parse(source)
-            if any(isinstance(node, ast.If) and "__main__" in ast.dump(node) for node in tree.body):
-                name = ".".join(path.relative_to(root).with_suffix("").parts)
-                flags = {
-                    flag.name: flag
-                    for module, part in _parts(name, tree, root)
-                    for flag in _flags(part, module)
-                }
-                name, text = name.removesuffix(".__main__"), ast.get_docstring(tree) or ""
-                commands[name] = Command(name, text, tuple(flags.values()))
+            name = ".".join(path.relative_to(root).with_suffix("").parts)
+            flags = {
+                flag.name: flag
+                for module, part in [(name, tree), *_shared_flags(tree, source, root)]
+                for flag in _flags(part, module)
+            }
+            name, text = name.removesuffix(".__main__"), ast.get_docstring(tree) or ""
+            commands[name] = Command(name, text, tuple(flags.values()))
     return commands
 
 
-def _parts(name: str, tree: ast.Module, root: pathlib.Path) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the module `name`, and each `define_flags` of another module that the module calls."""
-    yield name, tree
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    used = {
-        node.value.id
-        for node in calls
-        if node.attr == "define_flags" and isinstance(node.value, ast.Name)
-    }
+def _shared_flags(tree: ast.AST, source: str, root: pathlib.Path) -> Iterator[tuple[str, ast.AST]]:
+    """Yield each `define_flags` of another module that the source calls, and the module's name."""
     for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or not node.module:
+        if not isinstance(node, ast.ImportFrom):
             continue
         for alias in node.names:
-            if (alias.asname or alias.name) in used:
+            if re.search(rf"\b{alias.asname or alias.name}\.define_flags\(", source):
                 module = f"{node.module}.{alias.name}"
                 path = root.joinpath(*module.split(".")).with_suffix(".py")
-                module_tree = ast.parse(path.read_text(encoding="utf-8"))
-                for part in ast.walk(module_tree):
+                for part in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                     if isinstance(part, ast.FunctionDef) and part.name == "define_flags":
                         yield module, part
 

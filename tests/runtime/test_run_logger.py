@@ -6,14 +6,17 @@ import json
 import re
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
+import jax
 import pytest
 
 from spell_jax.runtime import metrics as runtime_metrics
 from spell_jax.runtime import run_logger as run_logger
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import Metrics, read_metrics
-from spell_jax.runtime.run_logger import PhaseTimer, RunLogger
+from spell_jax.runtime.run_logger import PhaseTimer, RunLogger, device_memory
 
 
 def loss(value: float) -> Metrics:
@@ -155,6 +158,20 @@ def test_metrics_line_includes_process_statistics(tmp_path):
         logger.write(1, loss(1))
     (line,) = read_metrics(tmp_path)
     assert line["process/resident_mib"] > 10 and line["process/programs"] == 0
+
+
+def device(**stats: int) -> Any:
+    return SimpleNamespace(memory_stats=lambda: stats or None)
+
+
+def test_device_memory_is_the_maximum_over_devices():
+    full = [
+        device(bytes_in_use=2**20, peak_bytes_in_use=2**23),
+        device(bytes_in_use=2**21, peak_bytes_in_use=2**22),
+    ]
+    assert device_memory(full) == {"device_mib": 2, "device_peak_mib": 8}
+    assert device_memory([device(bytes_in_use=2**20)]) == {"device_mib": 1}
+    assert device_memory([device()]) == device_memory(jax.local_devices()[:1]) == {}
 
 
 def test_progress_keeps_the_latest_numbers_across_phases(tmp_path):
