@@ -10,7 +10,7 @@
 4. If everything fits, the largest batches that fit are printed, else the changes that help. The
    exit status is 0 or 1.
 
-With --time, the seconds of a SPELL step are printed instead, by phase (step_time.py).
+With --time, the seconds of a step are printed instead, by phase (step_time.py).
 """
 
 from __future__ import annotations
@@ -352,18 +352,24 @@ def describe_plan(plan: MemoryPlan) -> str:
     return "\n".join([*lines, "  or a larger slice"])
 
 
-_WORKLOAD = ("tokens", "verdict_tokens", "shown", "answered", "rounds")  # flags: fields of Workload
+_WORKLOAD = (
+    "tokens",
+    "verdict_tokens",
+    "documents",
+    "answered",
+    "mixed",
+)  # flags: fields of Workload
 
 
 def define_flags() -> None:
     """Define the flags of aot.py, --time and the assumptions about a step."""
     aot.define_flags()
-    flags.DEFINE_boolean("time", False, "Print the seconds of a SPELL step instead.")
-    flags.DEFINE_integer("tokens", 0, "Mean tokens of an answer; 0: a tenth of the cap.")
+    flags.DEFINE_boolean("time", False, "Print the seconds of a step instead.")
+    flags.DEFINE_integer("tokens", 0, "Mean tokens of a reply; 0: a tenth of the cap.")
     flags.DEFINE_integer("verdict_tokens", 0, "Mean tokens of a verdict; 0: a 64th of the cap.")
-    flags.DEFINE_float("shown", 0.5, "Share of the responder's prompt that the questioner reads.")
-    flags.DEFINE_float("answered", 0.5, "Share of the proposals that pass the filters.")
-    flags.DEFINE_integer("rounds", 1, "Rounds of proposals in a step.")
+    flags.DEFINE_integer("documents", 10, "Documents of the longest prompts.")
+    flags.DEFINE_float("answered", 0.5, "Share of the written questions that pass the filters.")
+    flags.DEFINE_float("mixed", 1.0, "Share of the questions with right and wrong answers.")
 
 
 def main(_) -> None:
@@ -371,7 +377,6 @@ def main(_) -> None:
     flag_values = flags.FLAGS
     config, policy, topology, length = aot.read_flags(topologies.A100_NODE, *topologies.GPUS)
     if flag_values.time:
-        step_time.read_spell_config(config)
         sizes: dict[str, Any] = {name: flag_values[name].value for name in _WORKLOAD}
         work = step_time.workload(config, length, **sizes)
         plan = MemoryPlan(config, policy, topology, length)

@@ -1,10 +1,10 @@
-"""Estimate the seconds of a SPELL step on a slice, phase by phase (launch.plan --time).
+"""Estimate the seconds of a step on a slice, phase by phase (launch.plan --time).
 
     seconds = max(products / (peak * share), bytes / (bandwidth * share)),
 
 and the same for the links between chips, which prefill and update hide and decoding does not.
-1. rollout_calls.py counts what the sampler reads and samples, with the sampler's own scheduler;
-   the update's micro-batches are packed by the learner's own packing.
+1. dry_step.py runs the config's algorithm without models: what the sampler reads and samples, and
+   the groups that the update packs, by the learner's own packing.
 2. work.py counts a program's operations and bytes on shapes; topologies.PEAKS has the peaks.
 3. The shares of the peaks are the constants below; each says where it was measured, or that it is
    assumed. Nothing of this code was run on a TPU.
@@ -16,21 +16,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from launch import aot, rollout_calls, topologies
-from launch.rollout_calls import AgentCounts, Workload
+from launch import aot, topologies
+from launch.dry_step import Workload, run_step
 from launch.topologies import Peaks
 from launch.work import ProgramCounts, Work
-from spell_jax.algorithms import registry
-from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.data.samples import Sample
 from spell_jax.learner import packing, trees
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, build
+from spell_jax.sampler.dry import AgentCounts
 
 # ------------------------------------------------------------------------------------ Efficiencies
 
@@ -158,23 +155,13 @@ class Phase(NamedTuple):
 # -------------------------------------------------------------------------------------------- Step
 
 
-def read_spell_config(config: Config) -> SpellConfig:
-    """Return the algorithm's config; ValueError if the algorithm is not SPELL."""
-    algorithm = registry.read_algorithm(config.algorithm)
-    if type(algorithm) is not SpellConfig:
-        name = config.algorithm.name
-        raise ValueError(f"algorithm.name = {name!r}: must be 'spell' for --time")
-    return algorithm
-
-
 def workload(
     config: Config, prompt: int, tokens: int = 0, verdict_tokens: int = 0, **fields: Any
 ) -> Workload:
     """Make the workload of a step with prompts of `prompt` tokens and replies of mean lengths.
 
-    Where `tokens` (of a question or an answer) or `verdict_tokens` is 0, the mean is assumed: a
-    tenth of the cap, a 64th of the cap for verdicts. At the paper's cap of 4,096 these are 409 and
-    64 tokens.
+    Where `tokens` or `verdict_tokens` is 0, the mean is assumed: a tenth of the cap, a 64th of the
+    cap for verdicts. At the paper's cap of 4,096 these are 409 and 64 tokens.
     """
     tokens = tokens or max(1, config.sampler.max_tokens // 10)
     verdict_tokens = verdict_tokens or max(1, config.sampler.max_verdict_tokens // 64)
@@ -183,14 +170,11 @@ def workload(
 
 def phases(programs: aot.RunPrograms, topology: topologies.Topology, work: Workload) -> list[Phase]:
     """Estimate the phases of a step on a slice or node, in the order of the table."""
-    algorithm, chip = read_spell_config(programs.config), machine(topology)
+    step, chip = run_step(programs.config, programs.sampler, work), machine(topology)
     itemsize, is_tpu = programs.learner.compute_dtype.itemsize, bool(topology.layout)
     dimensions = len(topology.shape)
     counts = ProgramCounts(programs.policy, programs.mesh, itemsize, is_tpu, dimensions)
     sampler = programs.sampler
-    counts_by_agent = rollout_calls.count_calls(
-        algorithm, sampler.config, sampler.shape, sampler.shards, work
-    )
     call_tokens = sampler.shards * sampler.shape.tasks * sampler.shape.page_size
     slots, step_phases = sampler.shards * sampler.shape.slots, []
     has_experts = bool(programs.policy.experts)
@@ -198,12 +182,12 @@ def phases(programs: aot.RunPrograms, topology: topologies.Topology, work: Workl
     def add(name: str, kind: str, calls: float, total: Work) -> None:
         step_phases.append(Phase(name, calls, chip.seconds(kind, total, has_experts)))
 
-    for name, agent_counts in counts_by_agent.items():
-        prefill = prefill_work(counts, agent_counts, call_tokens).times(work.rounds)
-        add(f"{name}: prefill", "prefill", agent_counts.calls * work.rounds, prefill)
-        decode = decode_work(counts, agent_counts, slots).times(work.rounds)
-        add(f"{name}: decode", "decode", agent_counts.passes * work.rounds, decode)
-    batches = micro_batches(programs, algorithm, work)
+    for name, agent_counts in step.counts_by_agent.items():
+        prefill = prefill_work(counts, agent_counts, call_tokens)
+        add(f"{name}: prefill", "prefill", agent_counts.calls, prefill)
+        decode = decode_work(counts, agent_counts, slots)
+        add(f"{name}: decode", "decode", agent_counts.passes, decode)
+    batches = micro_batches(programs, step.groups)
     loss = build(LossConfig, programs.config.loss, "loss")
     forward, update = (
         sum((f(*batch).times(n) for batch, n in batches.items()), Work())
@@ -241,28 +225,27 @@ def decode_work(counts: ProgramCounts, agent_counts: AgentCounts, slots: int) ->
 
 
 def micro_batches(
-    programs: aot.RunPrograms, algorithm: SpellConfig, work: Workload
+    programs: aot.RunPrograms, groups: Sequence[packing.TrainGroup]
 ) -> Counter[tuple[int, int, float]]:
     """Count micro-batches of the step's update: (tokens, answer slots, mean pairs) -> number.
 
-    Groups are packed as the learner packs, into the config's rows; if no row can hold the prompt
-    and an answer, into the plan's own rows. All answers have the mean length.
+    Groups are packed as the learner packs, into the config's rows; if a group has an answer that no
+    row can hold, into the plan's own rows.
     """
     layout = build(packing.PackingConfig, programs.config.packing, "packing")
-    mesh, groups = programs.mesh, training_groups(programs.config, algorithm, work)
-    devices = meshes.context_shards(mesh)
-    largest, longest = layout.largest(devices), work.prompt + work.tokens
-    # The config's rows may be for other lengths; the learner would refuse these groups.
-    if longest > largest.length or work.tokens > largest.answers:
-        layout = programs.learner.packing
-    with_trees = layout.shared_prefix == "tree"
+    mesh, devices = programs.mesh, meshes.context_shards(programs.mesh)
     if layout.shared_prefix == "none":
         groups = packing.separate_answers(groups)
-    parts, _ = packing.split_groups(groups, layout.largest(devices))
+    is_paired = programs.learner.loss.objective == "dpo"
+    split = packing.whole_groups if is_paired else packing.split_groups
+    parts, refused = split(groups, layout.largest(devices))
+    if refused:  # the config's rows are for other lengths
+        layout = programs.learner.packing
+        parts, _ = split(groups, layout.largest(devices))
     fitting = [part.group for part in parts]
     sizes = layout.buckets, layout.token_budget, meshes.row_shards(mesh), devices
     pairs: dict[tuple[int, int], list[float]] = {}
-    for bucket, count, rows in packing.lay_out(fitting, *sizes, with_trees):
+    for bucket, count, rows in packing.lay_out(fitting, *sizes, layout.shared_prefix == "tree"):
         batch = pairs.setdefault((bucket.length * count, bucket.answers * count), [])
         batch.append(sum(tree_pairs(fitting, tree) for row in rows for tree in row))
     return Counter(
@@ -273,36 +256,15 @@ def micro_batches(
     )
 
 
-def training_groups(
-    config: Config, algorithm: SpellConfig, work: Workload
-) -> list[packing.TrainGroup]:
-    """Make dummy groups of the step's update: as many as budgets allow and the rounds make."""
-    questions = rollout_calls.QuestionCoroutines(algorithm, work)
-    items = algorithm.generation_batch * work.rounds
-    answered = [item for item in range(items) if questions.is_answered(item)]
-    groups = []
-    for budget in algorithm.budgets():
-        verdicts = budget.role == "verifier"
-        tokens = work.verdict_tokens if verdicts else work.tokens
-        trained_items = answered if budget.role != "questioner" else range(items)
-        for item in list(trained_items)[: budget.trained]:
-            prompt = (
-                questions.verifier(item, 0) if verdicts else getattr(questions, budget.role)(item)
-            )
-            samples = [Sample(np.zeros(tokens, np.int32))] * budget.replies
-            group = packing.TrainGroup(prompt, samples, [0.0] * budget.replies, budget.role)
-            groups.append(group)
-    return groups
-
-
 def tree_pairs(groups: list[packing.TrainGroup], tree: trees.GroupTree) -> float:
     """Count the pairs of a token and a key it attends to; a token and itself are half a pair."""
     pairs = 0.0
     for index, shared in zip(tree.members, tree.shared, strict=True):
-        group, prompt = groups[index], len(groups[index].prompt)
-        pairs += (prompt**2 - shared**2) / 2
-        lengths = [len(sample.tokens) for sample in group.samples]
-        pairs += sum(length * (prompt + length / 2) for length in lengths)
+        for group in groups[index].segments:
+            prompt = len(group.prompt)
+            pairs += (prompt**2 - shared**2) / 2
+            lengths = [len(sample.tokens) for sample in group.samples]
+            pairs += sum(length * (prompt + length / 2) for length in lengths)
     return pairs
 
 
@@ -342,6 +304,7 @@ def describe_step(programs: aot.RunPrograms, topology: topologies.Topology, work
         f"{caps.max_verdict_tokens}, their caps: {capped_seconds:.0f} s",
         f"Assumed: {assumptions.replace('--prompt', '--length')}",
         f"Assumed shares of the peaks: {machine(topology).shares}",
-        "Not counted: the host between calls, offloading, checkpoints, an external judge.",
+        "Not counted: the host between calls, offloading, checkpoints, an external judge. A model "
+        "with weights of its own counts as if it had the policy's shape.",
     ]
     return "\n".join(lines)

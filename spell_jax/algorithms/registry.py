@@ -12,17 +12,21 @@ from typing import Any
 
 from spell_jax.algorithms.base import Algorithm, AlgorithmContext
 from spell_jax.algorithms.config import AlgorithmConfig
+from spell_jax.algorithms.dry import DryCall, DryReplies
+from spell_jax.algorithms.eapo import dry as eapo_dry
 from spell_jax.algorithms.eapo.algorithm import Eapo
 from spell_jax.algorithms.eapo.config import EapoConfig
 from spell_jax.algorithms.eapo.evaluation import held_out_evidence
 from spell_jax.algorithms.held_out import Evaluation
 from spell_jax.algorithms.preference.longpo import LongPo, LongPoConfig
 from spell_jax.algorithms.preference.solopo import SoLoPo, SoLoPoConfig
+from spell_jax.algorithms.reconstruction import dry as reconstruction_dry
 from spell_jax.algorithms.reconstruction.algorithm import Reconstruction, ReconstructionConfig
 from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.algorithms.rlvr.qwenlong import QwenLong, QwenLongConfig
 from spell_jax.algorithms.rlvr.self_distillation import SelfDistillation, SelfDistillationConfig
+from spell_jax.algorithms.spell import dry as spell_dry
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.evaluation import TinyEvaluation
@@ -49,6 +53,8 @@ class AlgorithmSpec:
       has_pairs: whether groups are preference pairs, for loss.objective = "dpo".
       teacher: whether a teacher that reads a shorter prompt "may", "must" or "never" can score the
         answers (loss.distillation_weight).
+      write_replies: function from the config and a prompt to what the models write in a dry run
+        (dry.py); None: launch.plan --time cannot run the algorithm.
     """
 
     config: type[AlgorithmConfig]
@@ -57,6 +63,7 @@ class AlgorithmSpec:
     inputs: tuple[str, ...] = ("clusters",)
     has_pairs: bool = False
     teacher: str = "never"
+    write_replies: Callable[[Any, DryCall], DryReplies] | None = None
 
 
 def read_algorithm(section: Mapping[str, Any]) -> AlgorithmConfig:
@@ -147,12 +154,24 @@ def _read_validation(config: AlgorithmConfig, data: DataConfig) -> tuple[Questio
 
 
 ALGORITHMS: dict[str, AlgorithmSpec] = {
-    "spell": AlgorithmSpec(SpellConfig, Spell, _evaluate_spell, teacher="may"),
+    "spell": AlgorithmSpec(
+        SpellConfig, Spell, _evaluate_spell, teacher="may", write_replies=spell_dry.write_replies
+    ),
     "rlvr": AlgorithmSpec(
-        RlvrConfig, Rlvr, _evaluate_spell, ("clusters", "questions"), teacher="may"
+        RlvrConfig,
+        Rlvr,
+        _evaluate_spell,
+        ("clusters", "questions"),
+        teacher="may",
+        write_replies=spell_dry.write_replies,
     ),
     "qwenlong_l1": AlgorithmSpec(
-        QwenLongConfig, QwenLong, _evaluate_spell, ("clusters", "questions"), teacher="may"
+        QwenLongConfig,
+        QwenLong,
+        _evaluate_spell,
+        ("clusters", "questions"),
+        teacher="may",
+        write_replies=spell_dry.write_replies,
     ),
     "self_distillation": AlgorithmSpec(
         SelfDistillationConfig,
@@ -160,13 +179,35 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
         _evaluate_spell,
         ("clusters", "questions"),
         teacher="must",
+        write_replies=spell_dry.write_replies,
     ),
     "longpo": AlgorithmSpec(
-        LongPoConfig, LongPo, _evaluate_spell, ("clusters", "questions"), has_pairs=True
+        LongPoConfig,
+        LongPo,
+        _evaluate_spell,
+        ("clusters", "questions"),
+        has_pairs=True,
+        write_replies=spell_dry.write_replies,
     ),
     "solopo": AlgorithmSpec(
-        SoLoPoConfig, SoLoPo, _evaluate_spell, ("clusters", "questions"), has_pairs=True
+        SoLoPoConfig,
+        SoLoPo,
+        _evaluate_spell,
+        ("clusters", "questions"),
+        has_pairs=True,
+        write_replies=spell_dry.write_replies,
     ),
-    "reconstruction": AlgorithmSpec(ReconstructionConfig, Reconstruction, _evaluate_reconstruction),
-    "eapo": AlgorithmSpec(EapoConfig, Eapo, _evaluate_eapo, ("questions",)),
+    "reconstruction": AlgorithmSpec(
+        ReconstructionConfig,
+        Reconstruction,
+        _evaluate_reconstruction,
+        write_replies=reconstruction_dry.write_replies,
+    ),
+    "eapo": AlgorithmSpec(
+        EapoConfig,
+        Eapo,
+        _evaluate_eapo,
+        ("questions",),
+        write_replies=eapo_dry.write_replies,
+    ),
 }
