@@ -45,6 +45,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from launch import topologies
+from spell_jax.algorithms import registry
 from spell_jax.learner import packing, shapes, update
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
@@ -143,6 +144,7 @@ class RunPrograms:
         layout = build(packing.PackingConfig, config.packing, "packing")
         optimizer = build(OptimizerConfig, config.optimizer, "optimizer", total_steps=config.steps)
         self.config, self.policy, self.mesh = config, policy, mesh
+        self.algorithm = registry.read_algorithm(config.algorithm, needs_judge=False)
         self.group = config.algorithm.group_size
         policy.check_length(length + sampling.max_tokens)
         # Without a shared prefix, each answer has a row of its own.
@@ -252,9 +254,7 @@ class RunPrograms:
 
         The compute-dtype policy is among a program's arguments (RolloutParams, trainer/state.py).
         """
-        source = self.config.algorithm.get("reference_source", "questioner")
-        has_frozen_reader = source != "questioner"
-        copies = self.learner.loss.needs_reference + has_frozen_reader
+        copies = self.learner.loss.needs_reference + len(self.algorithm.frozen_copies)
         return copies * bytes_per_chip(self.state.params)
 
     @property

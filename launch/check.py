@@ -157,7 +157,9 @@ def _check_data(checked: Checked, run: RunConfig, tokenizer: Any, attempt: Attem
             if path and algorithm:
                 attempt(field, read_scorable, path, field, algorithm.extract, algorithm.rule)
         if None not in (tokenizer, checked.section("sampler"), data, algorithm):
-            attempt("data.source", lambda: make_algorithm(run, make_context(run, tokenizer)))
+            context = attempt("data.source", make_context, run, tokenizer)
+            parts = attempt("data.source", make_algorithm, run, context)
+            checked.is_evaluated = parts is not None and parts[1] is not None
     checked.remarks += dict.fromkeys(skipped)
     if data and attempt("data.source", built.is_built, origin(data)):  # despite other mistakes
         attempt("data.source", built.BuiltClusters, origin(data))
@@ -275,7 +277,7 @@ def _check_experts(policy: PolicyConfig, mesh: Any) -> None:
 def _check_longest(layout: packing.PackingConfig, sampling: SamplerConfig, context: int) -> None:
     """Check that the largest row holds the longest prompt with one longest answer."""
     prompt, tokens, largest = sampling.max_prompt, sampling.max_tokens, layout.largest(context)
-    _, refused = packing.split_groups([dummy_group(prompt, tokens, 1, "responder")], largest)
+    _, refused = packing.split_groups([dummy_group(prompt, tokens, 1, "longest")], largest)
     problem = "longer answers would be sampled, but not trained on"
     if refused and layout.listed:
         raise ValueError(

@@ -15,7 +15,6 @@ from etils import epath
 from launch import plan, topologies
 from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.config import RunConfig, find_checkpoint
-from spell_jax.data.config import GENERATED
 from spell_jax.data.samples import Sample
 from spell_jax.learner import packing, shapes
 from spell_jax.policy import lora, products, safetensors, transformer
@@ -42,6 +41,7 @@ class Checked:
     folder: pathlib.Path | None = None  # of the policy
     policy: PolicyConfig | None = None  # with the config's changes
     plan: plan.MemoryPlan | None = None  # for the largest micro-batches
+    is_evaluated: bool = False  # whether a held-out evaluation was made
     workdir: epath.Path | None = None
     step: int | None = None  # of the checkpoint to resume; None means a fresh start
 
@@ -134,8 +134,8 @@ def _describe_files(checked: Checked) -> str:
     config, names = checked.config, [CONFIG_FILE, "metrics.jsonl", "tensorboard/"]
     names += ["episodes/"] * bool(config.episode_characters)
     names += [f"{CHECKPOINTS_FOLDER}/ (every {config.checkpoint_every} steps)"]
-    is_generated = config.data.source in GENERATED
-    if is_generated or config.data.validation or config.algorithm.name == "reconstruction":
+    # Without the policy's tokenizer, the evaluation could not be made.
+    if checked.is_evaluated or config.data.validation:
         names += ["best/"] * bool(config.validate_every)
         names += [EVALUATION_FILE] * config.evaluate
     return f"{checked.workdir or 'WORKDIR'}: {', '.join([*names, 'policy/', 'plots/'])}"
@@ -167,8 +167,7 @@ def longest_groups(algorithm: AlgorithmConfig, sampling: SamplerConfig) -> list[
     """Make the groups of the largest update: every prompt and every answer has its token cap."""
     groups = []
     for budget in algorithm.budgets():
-        is_verdict = budget.role == "verifier"
-        tokens = sampling.max_verdict_tokens if is_verdict else sampling.max_tokens
+        tokens = getattr(sampling, budget.cap)
         group = dummy_group(sampling.max_prompt, tokens, budget.replies, budget.role)
         groups += [group] * budget.trained
     return groups

@@ -84,7 +84,7 @@ def run_step(config: Config, sampler: Sampler, work: Workload) -> DryStep:
     ValueError if the algorithm has no function for dry replies, if prompts of `work.prompt` tokens
     are too short for templates and documents, or if a request can never fit into the pool.
     """
-    algorithm_config = registry.read_algorithm(config.algorithm)
+    algorithm_config = registry.read_algorithm(config.algorithm, needs_judge=False)
     spec = registry.ALGORITHMS[algorithm_config.name]
     if spec.write_replies is None:
         raise ValueError(

@@ -119,6 +119,11 @@ class AlgorithmConfig:
                 f"algorithm.judge_model = '': must name a model, for algorithm.rule = {self.rule!r}"
             )
 
+    @property
+    def frozen_copies(self) -> tuple[str, ...]:
+        """Names of the frozen copies of the first policy that the algorithm asks."""
+        return ()
+
     def budgets(self) -> Sequence[RolloutBudget]:
         """Return upper bounds on the samples of a step, or of a round; launch.check prints them."""
         return ()
@@ -137,3 +142,4 @@ class RolloutBudget:
     replies: int  # samples per prompt
     trained: int = 0  # groups, each a prompt and its samples, that are trained on
     model: str = "policy"  # the model that is trained on them
+    cap: str = "max_tokens"  # field of SamplerConfig with the longest sample

@@ -66,13 +66,17 @@ class AlgorithmSpec:
     write_replies: Callable[[Any, DryCall], DryReplies] | None = None
 
 
-def read_algorithm(section: Mapping[str, Any]) -> AlgorithmConfig:
-    """Build the dataclass of the config's section `algorithm`; ValueError names a bad field."""
+def read_algorithm(section: Mapping[str, Any], needs_judge: bool = True) -> AlgorithmConfig:
+    """Build the dataclass of the config's section `algorithm`; ValueError names a bad field.
+
+    Without `needs_judge`, a judge of algorithm.rule may be missing.
+    """
     name = section.get("name", "")
     if name not in ALGORITHMS:
         raise ValueError(f"algorithm.name = {name!r}: must be one of {tuple(ALGORITHMS)}")
     algorithm = build(ALGORITHMS[name].config, section, "algorithm")
-    algorithm.check_judge()
+    if needs_judge:
+        algorithm.check_judge()
     return algorithm
 
 

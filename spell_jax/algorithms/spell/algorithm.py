@@ -58,7 +58,7 @@ class Spell:
         self.stream = context.deal(context.clusters())
         self.memory = QuestionMemory(config.memory)
         self.probes = ProbeSet(config.probes)
-        self.model_names = ("reference_reader",) if config.has_reader else ()
+        self.model_names = config.frozen_copies
         self._count = context.count_tokens
         self._cap = context.prompt_cap
         self._judge = context.judge

@@ -11,6 +11,7 @@ from spell_jax.selfplay import evidence, parsing, rewards, selection
 
 CONFIRMED = "confirmed"
 REFERENCE_SOURCES = ("questioner", "frozen_reader", CONFIRMED)
+READER = "reference_reader"  # name of the frozen reader among the models
 RESPONDER_REWARDS = ("max", "rule", "verifier", "mean", "min", "random")
 PROGRESS = "progress"
 MAPPINGS = (*rewards.MAPPINGS, PROGRESS)
@@ -191,6 +192,10 @@ class SpellConfig(AlgorithmConfig):
         """Whether a frozen copy of the starting policy answers every accepted question."""
         return self.reference_source != "questioner"
 
+    @property
+    def frozen_copies(self) -> tuple[str, ...]:
+        return (READER,) if self.has_reader else ()
+
     def parse_question(
         self, text: str, task: str, count_tokens: Callable[[str], int]
     ) -> parsing.Parsed:
@@ -228,8 +233,8 @@ class SpellConfig(AlgorithmConfig):
                 name, blind = "answers without documents", self.grounding_samples
                 budgets.append(RolloutBudget(name, "responder", batch, blind))
             if self.has_reader:
-                name, role = "answers of the frozen reader", "reference_reader"
-                budgets.append(RolloutBudget(name, role, batch, self.reader_samples))
+                name = "answers of the frozen reader"
+                budgets.append(RolloutBudget(name, READER, batch, self.reader_samples))
             if self.mapping == PROGRESS:
                 name, role = "answers to probes", "responder"
                 budgets.append(RolloutBudget(name, role, self.probes, self.group_size))
@@ -242,5 +247,6 @@ class SpellConfig(AlgorithmConfig):
             if self.balance_verdicts:
                 verdict_groups -= verdict_groups % 2
             trained = min(verdict_groups, 2 * max_questions * answers) * self.train_verifier
-            budgets.append(RolloutBudget("verdicts", "verifier", batch * answers, size, trained))
+            verdicts = RolloutBudget("verdicts", "verifier", batch * answers, size, trained)
+            budgets.append(dataclasses.replace(verdicts, cap="max_verdict_tokens"))
         return budgets

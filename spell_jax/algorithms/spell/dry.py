@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from spell_jax.algorithms.dry import RIGHT, WRONG, DryCall, DryReplies, in_letters
-from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.config import READER, SpellConfig
 
 _QUESTION_WORDS = 30  # about 64 tokens of a dry run, which has 4 bytes a token
 
@@ -28,7 +28,7 @@ def write_replies(config: SpellConfig, call: DryCall) -> DryReplies:
             votes[-1] = "[[YES]]" if votes[0] == "[[NO]]" else "[[NO]]"
         return DryReplies(votes, is_verdict=True)
     answers = call.answers
-    if call.agent == "reference_reader":
+    if call.agent == READER:
         answers = [RIGHT] * call.count
     elif RIGHT not in call.prompt:  # without documents
         answers = [WRONG if call.passes else RIGHT] * call.count

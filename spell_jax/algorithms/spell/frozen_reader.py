@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spell_jax.algorithms.base import Ask
-from spell_jax.algorithms.spell.config import CONFIRMED, SpellConfig
+from spell_jax.algorithms.spell.config import CONFIRMED, READER, SpellConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode, reject
 from spell_jax.selfplay import rules
 from spell_jax.selfplay.hops import join_hop, split_hops
@@ -29,7 +29,7 @@ async def read_reference(
     for link in (*links, None):
         text = prompts.responder(e.task, documents, hop)
         (reply,) = replies = await ask(
-            "responder", [text], config.reader_samples, "reference_reader", temperature
+            "responder", [text], config.reader_samples, READER, temperature
         )
         if reply is None:
             return e.without_reply("reader", replies)
