@@ -86,11 +86,17 @@ class Program:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # static keyword arguments
     rules: meshes.Rules = meshes.RULES  # logical axis rules that the trainer sets around the call
 
+    def trace(self) -> jax.stages.Traced:
+        """Trace the function; the mesh may be abstract."""
+        is_abstract = isinstance(self.mesh, jax.sharding.AbstractMesh)
+        use_mesh: Any = jax.sharding.use_abstract_mesh if is_abstract else jax.set_mesh
+        with use_mesh(self.mesh), nn.logical_axis_rules(self.rules):
+            return self.function.trace(*self.arguments, **self.options)
+
     def lower(self, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
         """Lower for the mesh's devices, or for other platforms (for example "tpu" from a CPU)."""
+        traced = self.trace()
         with jax.set_mesh(self.mesh):
-            with nn.logical_axis_rules(self.rules):
-                traced = self.function.trace(*self.arguments, **self.options)
             return traced.lower(lowering_platforms=platforms)
 
 
@@ -178,8 +184,11 @@ class RunPrograms:
 
     def select(self, phase: str) -> list[Program]:
         """Return the programs of one of PHASES, or of "all"."""
-        names = [name for name in PROGRAMS if phase in ("all", PROGRAMS[name])]
-        return [getattr(self, f"_{name}")() for name in names]
+        return [self.program(name) for name in PROGRAMS if phase in ("all", PROGRAMS[name])]
+
+    def program(self, name: str) -> Program:
+        """Return one of PROGRAMS."""
+        return getattr(self, f"_{name}")()
 
     def _prefill(self) -> Program:
         sampler = self.sampler

@@ -171,9 +171,7 @@ def workload(
 def phases(programs: aot.RunPrograms, topology: topologies.Topology, work: Workload) -> list[Phase]:
     """Estimate the phases of a step on a slice or node, in the order of the table."""
     step, chip = run_step(programs.config, programs.sampler, work), machine(topology)
-    itemsize, is_tpu = programs.learner.compute_dtype.itemsize, bool(topology.layout)
-    dimensions = len(topology.shape)
-    counts = ProgramCounts(programs.policy, programs.mesh, itemsize, is_tpu, dimensions)
+    counts = ProgramCounts(programs, bool(topology.layout), len(topology.shape))
     sampler = programs.sampler
     call_tokens = sampler.shards * sampler.shape.tasks * sampler.shape.page_size
     slots, step_phases = sampler.shards * sampler.shape.slots, []

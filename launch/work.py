@@ -2,23 +2,27 @@
 
 1. `ProgramCounts` of a policy on a mesh: one prefill call, one decode pass, one micro-batch of the
    update, one application of its gradients. All numbers are for one chip.
-2. Operations are matrix products, 2 per weight and token, with what the backward pass recomputes.
-   tests/launch/test_work.py compares them with XLA's cost analysis.
-3. Memory traffic counts weights, keys, logits, gradients, optimizer state, and the activations
-   between products, which XLA fuses: _TOUCHED says how often one is read or written.
-4. The interconnect has the bytes that a chip receives, and the ring hops of collectives that
-   nothing can hide.
+2. Operations of products with weights are counted in the traced programs, with what the backward
+   pass recomputes, and scale with tokens and answer slots (Products).
+3. Attention is counted in pairs of a query and a key, because its kernels skip blocks by the data,
+   which a trace does not know. tests/launch/test_work.py compares all with XLA's cost analysis.
+4. Memory traffic counts weights, keys, logits, gradients, optimizer state, and the activations
+   between products. A trace has no bytes: XLA fuses most of its arrays away, and _TOUCHED says how
+   often one between products is read or written.
+5. The interconnect has the bytes that a chip receives, and the ring hops of collectives that
+   nothing can hide. Shardings are propagated by the compiler, so a trace has no collectives.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import jaxprs_in_params
 
+from launch import aot
 from spell_jax.policy import transformer
-from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import sampling
 
@@ -54,23 +58,104 @@ class Work(NamedTuple):
         return Work(*(value * factor for value in self))
 
 
-@dataclasses.dataclass(frozen=True)
-class ProgramCounts:
-    """Counts of a policy's programs on a mesh.
+class Products(NamedTuple):
+    """Operations of products with weights on all chips: 2 per multiplied weight and row."""
 
-    Attributes:
-      policy: architecture of the policy.
-      mesh: a mesh, which may be abstract.
-      itemsize: bytes of a number in the compute dtype.
-      splash: whether attention's backward pass is splash.py's (TPU).
-      dimensions: physical axes of the slice, which a collective crosses one after the other.
+    layers: float  # of the scan over the layers; for one token after `per`
+    head: float  # of the LM head; for one answer slot after `per`
+
+    def __add__(self, other: Products) -> Products:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Products(self.layers + other.layers, self.head + other.head)
+
+    def times(self, factor: float) -> Products:
+        return Products(self.layers * factor, self.head * factor)
+
+    def per(self, tokens: int, answers: int) -> Products:
+        """Return the operations for one token and for one answer slot."""
+        return Products(self.layers / tokens, self.head / answers)
+
+
+def count_products(jaxpr: Any, experts: int = 1) -> Products:
+    """Count the products with weights in a traced program; a loop without a length runs once.
+
+    `experts` is the size of the mesh axis over which experts are split.
     """
+    return _count(jaxpr, experts)[0]
 
-    policy: PolicyConfig
-    mesh: Any
-    itemsize: int
-    splash: bool = False
-    dimensions: int = 1
+
+def _count(jaxpr: Any, experts: int) -> tuple[Products, bool]:
+    """Return the products of an inner program too, and whether it contains attention."""
+    total, has_attention = Products(0.0, 0.0), False
+    for equation in jaxpr.eqns:
+        name, parameters = equation.primitive.name, equation.params
+        if name == "dot_general":
+            operations = _product_operations(equation)
+            total += Products(0.0, operations)
+            has_attention |= not operations
+        elif name.startswith("ragged_dot"):
+            # A chip multiplies the rows of its own experts.
+            rows, result = equation.invars[0].aval, equation.outvars[0].aval
+            total += Products(0.0, 2.0 * rows.size * result.shape[-1] / experts)
+        elif name == "pallas_call":
+            has_attention = True
+        else:
+            inner, is_attending = _count_inner(name, parameters, experts)
+            # The scan over the layers is the loop with attention; the head's has none.
+            is_layers = name == "scan" and is_attending
+            total += Products(sum(inner), 0.0) if is_layers else inner
+            has_attention |= is_attending
+    return total, has_attention
+
+
+def _count_inner(name: str, parameters: Any, experts: int) -> tuple[Products, bool]:
+    """Count the inner programs of an equation, as often as they run on all chips."""
+    programs = [getattr(part, "jaxpr", part) for part in jaxprs_in_params(parameters)]
+    counted = [_count(program, experts) for program in programs]
+    has_attention = any(is_attending for _, is_attending in counted)
+    parts = [products for products, _ in counted]
+    if name == "cond":  # one branch runs: the same on another platform, or nothing
+        parts = [max(parts, key=sum)]
+    times = parameters["length"] if name == "scan" else 1
+    if name == "shard_map":
+        times = parameters["mesh"].size
+    return sum(parts, Products(0.0, 0.0)).times(times), has_attention
+
+
+def _product_operations(equation: Any) -> float:
+    """Count the operations of a dot_general; 0 for attention, the product of two batches."""
+    (contracted, _), (batched, _) = equation.params["dimension_numbers"]
+    factor, result = equation.invars[0].aval, equation.outvars[0].aval
+    depth = math.prod(factor.shape[axis] for axis in contracted)
+    return 0.0 if batched else 2.0 * result.size * depth
+
+
+class ProgramCounts:
+    """Counts of a run's programs on a mesh, which may be abstract."""
+
+    def __init__(self, programs: aot.RunPrograms, splash: bool = False, dimensions: int = 1):
+        """Count for a run; nothing is traced yet.
+
+        `splash` says whether attention's backward pass is splash.py's (TPU), `dimensions` counts
+        the physical axes of the slice, which a collective crosses one after the other.
+        """
+        self.policy, self.mesh = programs.policy, programs.mesh
+        self.itemsize = programs.learner.compute_dtype.itemsize
+        self.splash, self.dimensions = splash, dimensions
+        self._programs = programs
+        self._products: dict[str, Products] = {}
+
+    def products(self, name: str) -> Products:
+        """Return the products of a program of aot.PROGRAMS for one token and one answer slot."""
+        if name not in self._products:
+            program = self._programs.program(name)
+            experts = self.mesh.shape[meshes.EXPERT]
+            counted = count_products(program.trace().jaxpr.jaxpr, experts)
+            tokens = math.prod(program.tokens)
+            # A decode pass samples from every row; rows of training have slots for answers.
+            bucket = self._programs.bucket
+            slots = tokens if name == "decode" else tokens // bucket.length * bucket.answers
+            self._products[name] = counted.per(tokens, max(1, slots))
+        return self._products[name]
 
     # ---------------------------------------------------------------------------------- Sizes
 
@@ -93,14 +178,6 @@ class ProgramCounts:
     def mlp_weights(self) -> int:
         """Weights of a layer's SwiGLU, or of one expert."""
         return 3 * self.policy.width * self.policy.feed_forward
-
-    @property
-    def used_weights(self) -> int:
-        """Weights of all layers that a token is multiplied with."""
-        c = self.policy
-        router = c.width * c.experts
-        mlp = self.mlp_weights * (c.experts_per_token or 1) + router
-        return c.layers * (self.attention_weights + mlp)
 
     @property
     def weights(self) -> int:
@@ -152,7 +229,7 @@ class ProgramCounts:
             heads = c.layers * c.heads * c.head_size / shape[meshes.TENSOR]
             link += self._received(chip_tokens * context * heads, context)
             link += self._received(chip_tokens * context * heads, context, 4)
-        products = 2.0 * self.used_weights * call_tokens / self.chips
+        products = self.products("prefill").layers * chip_tokens
         return Work(products, self._pairs(pairs, FORWARD_PRODUCTS), memory, link)
 
     def _exchanged(self, chip_tokens: float) -> float:
@@ -179,11 +256,11 @@ class ProgramCounts:
         rows, tensor, expert = slots / shape["data"], shape[meshes.TENSOR], shape[meshes.EXPERT]
         attention = c.layers * (self.attention_weights + c.width * c.experts)
         mlp, head = c.layers * self.mlp_weights, c.vocab_size * c.width
-        used, read = mlp * (c.experts_per_token or 1), mlp
+        read = mlp
         # An expert is read if any row selects it. All experts are assumed equally likely.
         if c.experts:
             read *= c.experts * (1 - (1 - c.experts_per_token / c.experts) ** rows)
-        products = 2.0 * rows * (attention + (used + head) / expert) / (n * tensor)
+        products = sum(self.products("decode")) * slots / self.chips
         memory = (attention + head + read / expert) * self.itemsize / (n * tensor)
         memory += slots / self.chips * c.vocab_size * 4 * _LOGIT_PASSES
         link, hops, group = 0.0, 0.0, n * tensor * expert
@@ -211,8 +288,18 @@ class ProgramCounts:
         """Count the work of a micro-batch's logprobs: `tokens` tokens, `answers` answer slots, with
         padding; `pairs` counts pairs of a token and a key that the token attends to.
         """
+        return self._forward_traffic(tokens, answers)._replace(
+            products=self._training_products("logprob", tokens, answers),
+            attention=self._pairs(pairs, FORWARD_PRODUCTS),
+        )
+
+    def _training_products(self, name: str, tokens: int, answers: int) -> float:
+        products = self.products(name)
+        return (products.layers * tokens + products.head * answers) / self.chips
+
+    def _forward_traffic(self, tokens: int, answers: int) -> Work:
+        """Count the bytes of a forward pass, without operations."""
         c, chip_tokens = self.policy, tokens / self.chips
-        head = 2.0 * c.vocab_size * c.width * answers / self.chips
         gathered = self._held + c.vocab_size * c.width / self.mesh.shape[meshes.TENSOR]
         n, link = self.width_shards, 0.0
         if (context := self.mesh.shape[meshes.CONTEXT]) > 1:
@@ -224,25 +311,16 @@ class ProgramCounts:
             chip_tokens * self._activations * self.itemsize
             + answers / self.chips * c.vocab_size * 8
         )
-        products = 2.0 * self.used_weights * chip_tokens + head
-        return Work(products, self._pairs(pairs, FORWARD_PRODUCTS), memory, link)
+        return Work(memory=memory, link=link)
 
     def micro_batch(self, tokens: int, answers: int, pairs: float) -> Work:
         """Count the work of a micro-batch's gradient and its sum; arguments as in `forward`."""
-        c, chip_tokens = self.policy, tokens / self.chips
-        forward, trained = self.forward(tokens, answers, pairs), not c.lora
-        # The gradients of a product's input and of its weights take as many operations as the
-        # product, each. moe.py computes gate and up again, the head its logits.
-        backward = (2 if trained else 1) * 2.0 * self.used_weights * chip_tokens
-        if c.experts:
-            experts = c.layers * self.mlp_weights * c.experts_per_token
-            backward += 2 / 3 * 2.0 * experts * chip_tokens
-        backward += (3 if trained else 2) * 2.0 * c.vocab_size * c.width * answers / self.chips
-        recomputed_weights, scores = self._recomputed()
-        products = forward.products + backward + 2.0 * recomputed_weights * chip_tokens
+        c, forward = self.policy, self._forward_traffic(tokens, answers)
+        trained = not c.lora
+        recomputes = c.remat not in ("none", "dots")
         pair_products = BACKWARD_PRODUCTS if not self.splash else SPLASH_BACKWARD_PRODUCTS
-        pair_products += FORWARD_PRODUCTS * scores
-        attention = forward.attention + self._pairs(pairs, pair_products)
+        # "none" and "attention" keep the scores' result.
+        pair_products += FORWARD_PRODUCTS * (1 + (c.remat not in ("none", "attention")))
         # Weights and keys are gathered once more, and gradients are summed in float32.
         head = c.vocab_size * c.width / self.mesh.shape[meshes.TENSOR]
         gathered, n = self._held + head, self.width_shards
@@ -256,19 +334,9 @@ class ProgramCounts:
             link += 2 * self._received(gathered / n, shape["data"], 4)
             link += 2 * self._received((gathered - experts) / n, shape[meshes.EXPERT], 4)
         # Three or four passes over activations; the accumulated gradient is read and written.
-        memory = (4 if recomputed_weights else 3) * forward.memory + trained * 3 * gathered * 4 / n
-        return Work(products, attention, memory, link)
-
-    def _recomputed(self) -> tuple[float, bool]:
-        """Return (weights that backward multiplies again per token, whether it repeats attention).
-
-        The results of `down` and of the experts are not needed again.
-        """
-        c = self.policy
-        if c.remat in ("none", "dots"):
-            return 0.0, c.remat == "dots"
-        mlp = c.width * c.experts if c.experts else 2 / 3 * self.mlp_weights
-        return c.layers * (self.attention_weights + mlp), c.remat != "attention"
+        memory = (4 if recomputes else 3) * forward.memory + trained * 3 * gathered * 4 / n
+        products = self._training_products("accumulate", tokens, answers)
+        return Work(products, self._pairs(pairs, pair_products), memory, link)
 
     def apply(self) -> Work:
         """Count the memory traffic of one AdamW step, all float32."""

@@ -41,9 +41,11 @@ def _xla(policy: PolicyConfig, name: str, compile: bool = True) -> dict[str, flo
     return analysis
 
 
-def _counts(policy: PolicyConfig, layers: int = 1) -> ProgramCounts:
-    mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
-    return ProgramCounts(dataclasses.replace(policy, layers=layers), mesh, 4)
+def _counts(policy: PolicyConfig, mesh: Any = None, **fields: Any) -> ProgramCounts:
+    """Count a policy of one layer, on one device or on a mesh."""
+    mesh = mesh or meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
+    policy = dataclasses.replace(policy, layers=1)
+    return ProgramCounts(aot.RunPrograms(small_config(**SIZES | fields), policy, mesh, 32))
 
 
 def _operations(work: Work) -> float:
@@ -115,7 +117,7 @@ def test_bytes_between_chips_are_those_of_compiled_collectives(axis: str) -> Non
     policy = dataclasses.replace(DENSE, vocab_size=2048, width=64, feed_forward=1024)
     mesh = meshes.make_mesh({axis: 8})
     programs = aot.RunPrograms(small_config(**{"sampler.slots": 64}), policy, mesh, 16)
-    counts = ProgramCounts(dataclasses.replace(policy, layers=1), mesh, 4)
+    counts = _counts(policy, mesh, **{"sampler.slots": 64})
     for program in programs.select("all")[:2]:
         tokens = math.prod(program.tokens)
         work = counts.prefill(tokens, 0, 0) if program.name == "prefill" else None
@@ -127,8 +129,7 @@ def test_work_of_a_chip_falls_with_chips() -> None:
     policy = dataclasses.replace(DENSE, heads=16, kv_heads=8)
     works = []
     for chips in (1, 2, 4, 8):
-        mesh = meshes.make_mesh({"fsdp": chips}, jax.devices()[:chips])
-        counts = ProgramCounts(policy, mesh, 2)
+        counts = _counts(policy, meshes.make_mesh({"fsdp": chips}, jax.devices()[:chips]))
         works.append(counts.micro_batch(8 * 1024, 8 * 128, 1e6) + counts.decode_pass(64))
     for previous_work, work in itertools.pairwise(works):
         assert work.products == pytest.approx(previous_work.products / 2)
