@@ -5,7 +5,7 @@ Public names:
   plan: memory on each chip of a slice (python -m launch.plan).
   aot: programs compiled for a TPU slice that is not there (python -m launch.aot).
   tpu_vm, xmanager: rented slices, and sweeps (python -m launch.tpu_vm, launch.xmanager).
-  experiments: tables and figures of the papers (python -m launch.experiments).
+  experiments: the papers' tables (python -m launch.experiments), and finished studies.
 
 Must not import: `benchmarks`, `configs` and `tests`.
 """

@@ -66,7 +66,7 @@ def check_flags(module: str, words: list[str]) -> None:
         assert name.startswith("config.") or name in flag_names, f"{module} has no flag --{name}"
     config_flags = [word for word in flag_words if word.startswith("--config")]
     if "config" in flag_names and any(
-        re.match(r"--config=configs/[a-z]", word) for word in config_flags
+        re.match(r"--config=(configs|launch/experiments/\w+)/[a-z]", word) for word in config_flags
     ):
         config = read_config(config_flags)
         if module in RUNS:

@@ -48,7 +48,7 @@ def read(folder: pathlib.Path = FOLDER) -> dict[str, dict[str, Any]]:
 
 def pages() -> list[pathlib.Path]:
     """List README.md, the pages of the documentation and the notebooks of studies."""
-    notebooks = sorted((ROOT / "launch" / "experiments").glob("notebooks/*.md"))
+    notebooks = sorted((ROOT / "launch" / "experiments").glob("*/*.md"))
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *notebooks]
 
 

@@ -24,7 +24,7 @@ _OUTSIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "launch/experiments/notebooks/eapo_tiny.md": "notebooks/eapo_tiny.md",
-    "launch/experiments/notebooks/ladder.md": "notebooks/ladder.md",
+    "launch/experiments/ladder/notebook.md": "notebooks/ladder.md",
     "launch/experiments/notebooks/two_updates.md": "notebooks/two_updates.md",
     "launch/experiments/notebooks/without_labels.md": "notebooks/without_labels.md",
 }

@@ -1,1 +1,5 @@
-"""Tables and figures of the papers: published numbers, the runs that repeat them, and a printer."""
+"""Studies: the papers' tables and figures, with the runs that repeat them, and finished studies.
+
+A finished study is a folder with its configs, world, rows, evaluation, commands, figure and
+notebook. The package `spell_jax` knows none of them.
+"""

@@ -7,7 +7,7 @@
    of its relations, here 3. A question of one more hop has a relation more, at the front, and its
    answer is one look-up away from the answer of the shorter question.
 3. The oracle walks a chain and knows its true answer. Only warm-start demonstrations, held-out
-   evaluation and the analysis of finished runs (launch/ladder.py) use it, never self-play.
+   evaluation and the analysis of finished runs (launch/experiments/ladder) use it, never self-play.
 """
 
 from __future__ import annotations

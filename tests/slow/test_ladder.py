@@ -8,8 +8,9 @@ import pathlib
 import pytest
 from etils import epath
 
-from launch import ladder as experiment
-from spell_jax.configs import ladder, ladder_warm_start
+from launch.experiments.ladder import __main__ as experiment
+from launch.experiments.ladder import config as ladder
+from launch.experiments.ladder import warm_start_config
 from spell_jax.data import ladder_world as world
 from spell_jax.data.questions import read_questions
 from spell_jax.policy.model import TINY_POLICY
@@ -37,7 +38,7 @@ SMALL = {
 def runs(tmp_path_factory) -> pathlib.Path:
     """Run the full arm once, after a warm start; return the folder of both."""
     runs = tmp_path_factory.mktemp("ladder")
-    tuning = noise.with_fields(ladder_warm_start.get_config(), TUNING)
+    tuning = noise.with_fields(warm_start_config.get_config(), TUNING)
     tuning.policy.folder = str(TINY_POLICY)
     config = noise.with_fields(ladder.get_config(), SMALL)
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -10,10 +10,10 @@ import shlex
 import numpy as np
 import pytest
 
-from launch import ladder as experiment
-from launch import ladder_figure
+from launch.experiments.ladder import __main__ as experiment
+from launch.experiments.ladder import config as ladder
+from launch.experiments.ladder import figure
 from spell_jax.config import read
-from spell_jax.configs import ladder
 from spell_jax.data import ladder_world as world
 from spell_jax.data.questions import read_questions
 from spell_jax.policy import tokenizer as tokenizers
@@ -43,7 +43,7 @@ def test_commands_run_all_arms_of_all_seeds_after_their_questions():
         elif "--config.data.questions" in flags:
             assert flags["--config.data.questions"] in written
     assert len(written) == 6, "uniform, shallow and yoked questions of two seeds"
-    assert lines[-1].startswith("python -m launch.ladder figure")
+    assert lines[-1].startswith("python -m launch.experiments.ladder figure")
 
 
 def test_yoked_arms_have_the_same_questions_and_one_keeps_their_order():
@@ -102,7 +102,7 @@ def test_commands_of_an_unknown_arm_are_rejected():
 
 
 def test_unknown_arm_is_rejected():
-    with pytest.raises(ValueError, match=r"configs/ladder\.py:best: must be one of full, frozen"):
+    with pytest.raises(ValueError, match=r"/ladder/config\.py:best: must be one of full, frozen"):
         ladder.get_config("best")
 
 
@@ -199,7 +199,7 @@ def write_run(run: pathlib.Path, accuracies: list[float], tokens: int = 1000) ->
 
 def test_area_is_the_mean_accuracy_over_the_tokens(tmp_path):
     write_run(tmp_path / "run", [0.4, 0.8, 0.8])
-    run = ladder_figure.read_run(tmp_path / "run")
+    run = figure.read_run(tmp_path / "run")
     assert run.tokens.tolist() == [1000, 2000, 3000]
     # .2 up to the first validation, a rise to .4 until the second, then .4.
     assert run.area(3000) == pytest.approx((0.2 + 0.3 + 0.4) / 3, abs=1e-3)
@@ -219,8 +219,8 @@ def test_walks_tell_misread_answers_from_wrong_walks_and_lucky_ones():
     present = episode("a", DEEP, "Oslo", (1.0, 0.0, 1.0, 0.0)) | OF_ARVO | {"answers": answers}
     absent = episode("a", DEEP.replace("Arvo", "Udo"), "Oslo", (1.0, 0.0, 0.0))
     shallow = episode("a", "city of Arvo", "Oslo")
-    assert ladder_figure._measure_walks([present, absent, shallow]) == (0.5, 0.5)
-    assert ladder_figure._measure_walks([absent | OF_ARVO, shallow]) == (0.0, 0.0)
+    assert figure._measure_walks([present, absent, shallow]) == (0.5, 0.5)
+    assert figure._measure_walks([absent | OF_ARVO, shallow]) == (0.0, 0.0)
 
 
 def test_most_frequent_chain_leaves_out_the_first_relation():
@@ -232,7 +232,7 @@ def test_most_frequent_chain_leaves_out_the_first_relation():
         episode("a", "city of friend of friend of Bela", "", answered=False),
     ]
     chain = {"relations": "friend friend", "share": pytest.approx(2 / 3), "rate": 0.75}
-    assert ladder_figure._find_chain(episodes) == chain
+    assert figure._find_chain(episodes) == chain
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_most_frequent_chain_leaves_out_the_first_relation():
     [((1.0, 0.75, 0.25, 0.9), 2.5), ((0.9, 0.9), 2.0), ((0.0, 1.0), 0.5), ((1.0, 0.5, 0.0), 2.0)],
 )
 def test_crossing_is_interpolated(accuracy, depth):
-    assert ladder_figure._crossing(np.array(accuracy)) == pytest.approx(depth)
+    assert figure._crossing(np.array(accuracy)) == pytest.approx(depth)
 
 
 def test_figure_has_the_numbers_of_all_arms_and_a_verdict(tmp_path, capsys):
@@ -302,13 +302,13 @@ def test_verdict_needs_the_interval_above_both_rivals():
 
     areas = {"full": area(0.5, 0.6), "frozen": area(0.3, 0.51), "static": area(0.1, 0.2)}
     runs = dict.fromkeys(areas, 5)
-    tie = ladder_figure.verdict(areas, runs)
+    tie = figure.verdict(areas, runs)
     assert tie.startswith("Self-play does not win: full 0.550 [0.500,")
     areas["frozen"] = area(0.3, 0.49)
-    assert ladder_figure.verdict(areas, runs).startswith("Self-play wins")
-    undecided = ladder_figure.verdict(areas, runs | {"frozen": 1})
+    assert figure.verdict(areas, runs).startswith("Self-play wins")
+    undecided = figure.verdict(areas, runs | {"frozen": 1})
     assert undecided.startswith("Not decided: fewer than 5 seeds (frozen 1): full 0.550 [0.500,")
-    none = ladder_figure.verdict({"full": area(0, 1)}, {"full": 5})
+    none = figure.verdict({"full": area(0, 1)}, {"full": 5})
     assert none == "Not decided: no run of frozen, static."
 
 
@@ -319,7 +319,7 @@ def test_figure_without_runs_is_rejected(tmp_path):
 
 def test_page_states_the_threshold_and_notebook_names_all_arms():
     page = (ROOT / "docs" / "ladder.md").read_text()
-    notebook = (ROOT / "launch" / "experiments" / "notebooks" / "ladder.md").read_text()
+    notebook = (ROOT / "launch/experiments/ladder/notebook.md").read_text()
     for text in (page, notebook):
         assert "lies above the frozen and the static arm's" in " ".join(text.split())
     assert all(f"`{arm}`" in notebook for arm in ladder.ARMS)

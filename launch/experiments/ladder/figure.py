@@ -1,4 +1,4 @@
-"""Numbers and figure of the ladder's runs (launch/ladder.py), from their folders alone.
+"""Numbers and figure of the ladder's runs (launch/experiments/ladder), from their folders alone.
 
 1. A run's area is its held-out accuracy, averaged over depths and over the sampled tokens of all
    roles, up to the smallest total of the full arm and its rivals. A run that ends earlier keeps its

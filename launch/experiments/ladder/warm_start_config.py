@@ -1,10 +1,11 @@
-"""The policy that ladder.py starts from: the shipped one, tuned on shallow questions.
+"""The policy that config.py starts from: the shipped policy, tuned on shallow questions.
 
-    python -m spell_jax.sft --config=configs/ladder_warm_start.py --workdir=runs/ladder_warm_start
+    python -m spell_jax.sft --config=launch/experiments/ladder/warm_start_config.py \
+        --workdir=runs/ladder_warm_start
 
 Its demonstrations (warm_start/ladder_rows.py) have questions of depth 1 and 2, and a share of .09
-of depths 3 to 8. launch/experiments/notebooks/ladder.md has the resulting accuracies. Hardware: one
-CPU core, 3 minutes of its time (measured).
+of depths 3 to 8. notebook.md has the resulting accuracies. Hardware: one CPU core, 3 minutes of its
+time (measured).
 """
 
 from spell_jax.configs import tiny_warm_start

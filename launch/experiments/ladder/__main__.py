@@ -1,16 +1,16 @@
 """The experiment of the ladder world (docs/ladder.md): commands, questions and figure.
 
-    python -m launch.ladder commands [--runs=DIR] [--seeds=0,1,2,3,4] [--arms=full,frozen,...]
-    python -m launch.ladder questions --out=FILE --depths=1,2 [--count=N] [--seed=S]
-    python -m launch.ladder questions --out=FILE --run=RUN
-    python -m launch.ladder figure [--runs=DIR] [--out=DIR]
+    python -m launch.experiments.ladder commands [--runs=DIR] [--seeds=0,1,...] [--arms=full,...]
+    python -m launch.experiments.ladder questions --out=FILE --depths=1,2 [--count=N] [--seed=S]
+    python -m launch.experiments.ladder questions --out=FILE --run=RUN
+    python -m launch.experiments.ladder figure [--runs=DIR] [--out=DIR]
 
 1. `commands` prints one line for each command, in an order in which they may run: the arms of
-   configs/ladder.py for all seeds (its stabilizers for two), each after its questions, then
-   cross-play. The runs are below --runs, in ARM/SEED.
+   config.py for all seeds (its stabilizers for two), each after its questions, then cross-play. The
+   runs are below --runs, in ARM/SEED.
 2. `questions` writes a file for config.data.questions: the oracle's questions, in equal shares of
    --depths, or the answered questions of a run with their references, in the order of its steps.
-3. `figure` reads the runs and writes OUT/ladder.png and OUT/ladder.json (ladder_figure.py).
+3. `figure` reads the runs and writes OUT/ladder.png and OUT/ladder.json (figure.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from launch import ladder_figure
-from spell_jax.configs import ladder
+from launch.experiments.ladder import config as ladder
+from launch.experiments.ladder import figure
 from spell_jax.data import ladder_world as world
 from spell_jax.runtime import entry
 from spell_jax.runtime.episodes import read_episodes
@@ -63,14 +63,14 @@ def commands(runs: str, seeds: Sequence[int], arms: Sequence[str]) -> list[str]:
             else:
                 depths = SHALLOW if arm == "shallow" else DEPTHS
                 source = f"--depths={','.join(map(str, depths))} --seed={seed}"
-            lines.append(f"python -m launch.ladder questions --out={path} {source}")
+            lines.append(f"python -m launch.experiments.ladder questions --out={path} {source}")
         lines.append(
-            f"python -m spell_jax.train --config=configs/ladder.py:{arm} "
+            f"python -m spell_jax.train --config=launch/experiments/ladder/config.py:{arm} "
             f"--workdir={runs}/{arm}/{seed} --config.seed={seed}{flags}"
         )
     if "full" in arms:
         lines += _crossplay(f"{runs}/full/{seeds[0]}")
-    lines.append(f"python -m launch.ladder figure --runs={runs} --out={runs}")
+    lines.append(f"python -m launch.experiments.ladder figure --runs={runs} --out={runs}")
     return list(dict.fromkeys(lines))  # both yoked arms train on one file
 
 
@@ -85,7 +85,7 @@ def _crossplay(run: str) -> list[str]:
     for step in range(config.checkpoint_every, config.steps + 1, config.checkpoint_every):
         policy = f"{run}/crossplay/{step}"
         export = f"--workdir={run} --step={step} --dtype=float32 --out={policy}/policy"
-        question_flags = f"--benchmarks={ladder_figure.OWN_QUESTIONS} --data={run} --max_input=144"
+        question_flags = f"--benchmarks={figure.OWN_QUESTIONS} --data={run} --max_input=144"
         lines.append(f"python -m spell_jax.export {export}")
         lines.append(
             f"python -m spell_jax.evaluate --policy={policy}/policy {question_flags} "
@@ -142,21 +142,21 @@ def _write_questions(options: argparse.Namespace) -> None:
 def _write_figure(options: argparse.Namespace) -> None:
     folders = {arm: _run_folders(options.runs, arm) for arm in _KNOWN}
     arms = {
-        arm: {seed: ladder_figure.read_run(run) for seed, run in arm_folders.items()}
+        arm: {seed: figure.read_run(run) for seed, run in arm_folders.items()}
         for arm, arm_folders in folders.items()
         if arm_folders
     }
     if not arms:
         raise ValueError(f"--runs = {options.runs}: has no run ARM/SEED of an arm of {_KNOWN}")
-    numbers = ladder_figure.measure_arms(arms)
+    numbers = figure.measure_arms(arms)
     if full := folders["full"]:
-        numbers["crossplay"] = ladder_figure.read_crossplay(full[min(full)])
+        numbers["crossplay"] = figure.read_crossplay(full[min(full)])
     out = epath.Path(options.out or options.runs)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "ladder.json", numbers)
     # The file of numbers has the stabilizers too; in the figure they would hide the ten arms.
     shown = {arm: runs for arm, runs in arms.items() if arm in ladder.ARMS}
-    ladder_figure.draw_figure(shown, numbers, out / "ladder.png")
+    figure.draw_figure(shown, numbers, out / "ladder.png")
     print(json.dumps(numbers["areas"], indent=1))
     print(numbers["verdict"])
 
@@ -173,7 +173,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        "python -m launch.ladder",
+        "python -m launch.experiments.ladder",
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )

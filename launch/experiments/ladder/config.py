@@ -1,11 +1,13 @@
 """The ladder: a world in which adaptive questions should pay, and the arms that would show it.
 
-    python -m spell_jax.sft --config=configs/ladder_warm_start.py --workdir=runs/ladder_warm_start
-    python -m spell_jax.train --config=configs/ladder.py:ARM --workdir=runs/ladder/ARM/0
+    python -m spell_jax.sft --config=launch/experiments/ladder/warm_start_config.py \
+        --workdir=runs/ladder_warm_start
+    python -m spell_jax.train --config=launch/experiments/ladder/config.py:ARM \
+        --workdir=runs/ladder/ARM/0
 
-ARM is one of ARMS or of STABILIZERS. `python -m launch.ladder commands` prints the commands of all
-arms and seeds; the commands that write an arm's questions come first. docs/ladder.md has the
-results, launch/experiments/notebooks/ladder.md the protocol and the times. Hardware: one CPU core.
+ARM is one of ARMS or of STABILIZERS. `python -m launch.experiments.ladder commands` prints the
+commands of all arms and seeds; the commands that write an arm's questions come first.
+docs/ladder.md has the results, notebook.md the protocol and the times. Hardware: one CPU core.
 """
 
 from collections.abc import Mapping
@@ -58,7 +60,7 @@ def get_config(arm: str = "full") -> Config:
         return config
     if arm not in ARMS:
         arm_names = ", ".join([*ARMS, *STABILIZERS])
-        raise ValueError(f"configs/ladder.py:{arm}: must be one of {arm_names}")
+        raise ValueError(f"launch/experiments/ladder/config.py:{arm}: must be one of {arm_names}")
     config = tiny.get_config()
     config.steps = STEPS if ARMS[arm].get("train_questioner", True) else FROZEN_STEPS
     if ARMS[arm].get("name") == "rlvr":
@@ -88,8 +90,7 @@ def get_config(arm: str = "full") -> Config:
     # not answer at once.
     algorithm.update(reader_by_hop=True, reader_unanimous=True)
     # An answer is one word, so the rule is exact. A verifier that trains too may go astray and
-    # reward wrong answers (launch/experiments/notebooks/ladder.md), which is not what the arms
-    # compare.
+    # reward wrong answers (notebook.md), which is not what the arms compare.
     algorithm.responder_reward = "rule"
     # A guess is right once in 9 times, and a single right answer of 8 would get the most weight.
     # At depth 6 and more, most right answers reach the right person by a wrong walk.
