@@ -45,7 +45,7 @@ from ml_collections import config_flags
 from launch.aot import split_outside_brackets
 from launch.experiments import registry as experiments
 from spell_jax.config import collect_mistakes, model_sections
-from spell_jax.data.config import GENERATED
+from spell_jax.data.config import is_generated
 from spell_jax.data.tfds_sets import is_tfds
 from spell_jax.policy.model import find_folder
 from spell_jax.runtime import entry
@@ -188,9 +188,11 @@ def _check_buckets(config: Config) -> bool:
     if is_tfds(config.data.source):
         del paths["data.source"]
         paths["data.tfds_data_dir"] = config.data.tfds_data_dir or "~/tensorflow_datasets"
+    elif is_generated(config.data.source):
+        del paths["data.source"]
     paths |= {f"{name}.folder": config[name].folder for name in model_sections(config)}
     for field, path in paths.items():
-        if path not in ("", "tiny", *GENERATED) and not path.startswith(MOUNT):
+        if path not in ("", "tiny") and not path.startswith(MOUNT):
             raise ValueError(f"{field} = {path!r}: must be below {MOUNT}, for executor = 'vertex'")
     missing = [field for field, path in paths.items() if field.endswith("folder") and not path]
     if not config.data.source and not config.data.questions:

@@ -24,7 +24,7 @@ from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import PackingConfig
 from spell_jax.policy.config import PolicyConfig, RopeConfig
 from spell_jax.policy.model import ModelConfig
-from spell_jax.runtime import loggers, paths
+from spell_jax.runtime import hooks, loggers, paths
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import (
     Config,
@@ -260,8 +260,8 @@ class SupervisedConfig:
       preemption_limit_s: as in RunConfig, like `wandb`.
       wandb: Weights & Biases project that also gets the metrics; "": none.
       source: .jsonl of {"prompt", "completion"} or of {"text"} (no chat layout, a loss on
-        every token) or its URL, or the name of generated demonstrations ("tiny", "tiny_stories",
-        "ladder").
+        every token) or its URL, generated demonstrations ("tiny", "tiny_stories"), or
+        `MODULE:FUNCTION`, rows of your own (a MakeRows of trainer/supervised.py).
       prompts: set of prompt templates of generated demonstrations.
       policy: the policy to start from.
       optimizer: optimizer and its schedule.
@@ -286,6 +286,11 @@ class SupervisedConfig:
     def __post_init__(self):
         minima = dict.fromkeys(("steps", "rows_per_step", "log_every", "checkpoint_every"), 1)
         check_least(self, "", seed=0, **minima)
+
+    def check_sources(self) -> None:
+        """Raise ValueError if `source` names a function that cannot be imported."""
+        if hooks.is_hook(self.source):
+            hooks.load("source", self.source)
 
 
 def default_config(algorithm: str = "spell") -> Config:
@@ -388,7 +393,9 @@ def _build_run(fields: Mapping[str, Any]) -> RunConfig:
 
 
 def _build_supervised(fields: Mapping[str, Any]) -> SupervisedConfig:
-    return _build(SupervisedConfig, fields, "", _product(fields, "steps"))
+    config = _build(SupervisedConfig, fields, "", _product(fields, "steps"))
+    config.check_sources()
+    return config
 
 
 def _product(fields: Mapping[str, Any], *names: str) -> int:

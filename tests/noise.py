@@ -28,7 +28,7 @@ from spell_jax.algorithms.spell import algorithm as spell
 from spell_jax.algorithms.spell import config as spell_config
 from spell_jax.algorithms.spell import frozen_reader
 from spell_jax.configs import tiny
-from spell_jax.data.config import GENERATED
+from spell_jax.data.config import is_generated
 from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
@@ -147,7 +147,7 @@ def give_data(config: Any, folder: pathlib.Path) -> None:
 
 def has_source(data: Any) -> bool:
     """Return whether data.source is a generated world or exists."""
-    return data.source in GENERATED or (bool(data.source) and pathlib.Path(data.source).exists())
+    return is_generated(data.source) or (bool(data.source) and pathlib.Path(data.source).exists())
 
 
 def use_one_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,8 @@ class AlgorithmConfig:
       divide_by_deviation: whether advantages are divided by their group's deviation.
       deviation: deviation of rewards: "population", the plain deviation of the papers' equations
         (SPELL's 3, 8 and 9, EAPO's 1), or "sample" (ddof 1, SPELL's public code).
+      evaluation: held-out evaluation of your own, `MODULE:FUNCTION` (a MakeEvaluation of
+        algorithms/held_out.py); "": the algorithm's.
     """
 
     name: str = ""
@@ -60,6 +62,7 @@ class AlgorithmConfig:
     truncated: str = "zero"
     divide_by_deviation: bool = True
     deviation: str = "sample"
+    evaluation: str = ""
 
     def __post_init__(self):
         check_choice(self, "algorithm.", rule=RULES, judge_template=tuple(JUDGE_TEMPLATES))

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from spell_jax.algorithms.base import AskModels
+from spell_jax.algorithms.base import AlgorithmContext, AskModels
+from spell_jax.data.config import DataConfig
 from spell_jax.data.questions import Question
 from spell_jax.selfplay import rules
 from spell_jax.selfplay.prompts import Prompts
@@ -40,6 +41,24 @@ class Evaluation(Protocol):
 
     def quick(self, ask: AskModels) -> tuple[float, dict[str, float]]:
         """Return (score, larger is better; numbers by name), cheap enough for every few steps."""
+        ...
+
+
+class MakeEvaluation(Protocol):
+    """A function that makes a held-out evaluation; algorithm.evaluation may name the user's own."""
+
+    def __call__(
+        self, config: Any, context: AlgorithmContext, data: DataConfig, /
+    ) -> Evaluation | None:
+        """Make the evaluation of a run; None if its data holds nothing out.
+
+        Large files are read when the evaluation is first used.
+
+        Args:
+          config: config of the algorithm, an AlgorithmConfig.
+          context: inputs of the algorithm, with its prompts.
+          data: section `data` of the run's config.
+        """
         ...
 
 

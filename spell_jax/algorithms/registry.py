@@ -17,7 +17,7 @@ from spell_jax.algorithms.eapo import dry as eapo_dry
 from spell_jax.algorithms.eapo.algorithm import Eapo
 from spell_jax.algorithms.eapo.config import EapoConfig
 from spell_jax.algorithms.eapo.evaluation import held_out_evidence
-from spell_jax.algorithms.held_out import Evaluation
+from spell_jax.algorithms.held_out import Evaluation, MakeEvaluation
 from spell_jax.algorithms.preference.longpo import LongPo, LongPoConfig
 from spell_jax.algorithms.preference.solopo import SoLoPo, SoLoPoConfig
 from spell_jax.algorithms.reconstruction import dry as reconstruction_dry
@@ -30,11 +30,11 @@ from spell_jax.algorithms.spell import dry as spell_dry
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.evaluation import TinyEvaluation
-from spell_jax.algorithms.spell.ladder_evaluation import LadderEvaluation
 from spell_jax.algorithms.spell.question_evaluation import QuestionEvaluation
-from spell_jax.data.config import GENERATED, DataConfig
+from spell_jax.data.config import DataConfig, is_generated
 from spell_jax.data.questions import Question
 from spell_jax.learner.loss_config import LossConfig
+from spell_jax.runtime import hooks
 from spell_jax.runtime.config import build
 from spell_jax.selfplay.given_questions import read_scorable
 
@@ -46,8 +46,8 @@ class AlgorithmSpec:
     Attributes:
       config: dataclass of config.algorithm.
       make: constructor of the algorithm, from its config and the context.
-      evaluate: function that makes the held-out evaluation; None if the data holds nothing out.
-        Large files are read when the evaluation is first used.
+      evaluate: function that makes the held-out evaluation, unless config.algorithm.evaluation
+        names one.
       inputs: kinds of data that the algorithm takes: "clusters" (of data.source), "questions" (of
         data.questions), or both.
       has_pairs: whether groups are preference pairs, for loss.objective = "dpo".
@@ -59,7 +59,7 @@ class AlgorithmSpec:
 
     config: type[AlgorithmConfig]
     make: Callable[[Any, AlgorithmContext], Algorithm]
-    evaluate: Callable[[Any, AlgorithmContext, DataConfig], Evaluation | None] = lambda *_: None
+    evaluate: MakeEvaluation = lambda *_: None
     inputs: tuple[str, ...] = ("clusters",)
     has_pairs: bool = False
     teacher: str = "never"
@@ -77,7 +77,18 @@ def read_algorithm(section: Mapping[str, Any], needs_judge: bool = True) -> Algo
     algorithm = build(ALGORITHMS[name].config, section, "algorithm")
     if needs_judge:
         algorithm.check_judge()
+    find_evaluation(algorithm)
     return algorithm
+
+
+def find_evaluation(config: AlgorithmConfig) -> MakeEvaluation:
+    """Return the function that makes the held-out evaluation: the config's, or the algorithm's.
+
+    ValueError if the config's is not importable.
+    """
+    if config.evaluation:
+        return hooks.load("algorithm.evaluation", config.evaluation)
+    return ALGORITHMS[config.name].evaluate
 
 
 def check_inputs(config: AlgorithmConfig, data: DataConfig) -> None:
@@ -111,10 +122,8 @@ def _evaluate_spell(
     config: SpellConfig, context: AlgorithmContext, data: DataConfig
 ) -> Evaluation | None:
     sizes = data.tiny.evaluation
-    # Generated worlds have an oracle, which also judges questions that a model wrote.
-    if data.source == "ladder":  # given questions may be about clusters of the ladder world
-        return LadderEvaluation(context.prompts, config, context.count_tokens, sizes)
-    # With given questions the held-out questions are given too, in data.validation.
+    # The tiny world has an oracle, which also judges questions that a model wrote. With given
+    # questions the held-out questions are given too, in data.validation.
     if data.source == "tiny" and not data.questions:
         return TinyEvaluation(context.prompts, config, context.count_tokens, sizes)
     questions = _read_validation(config, data)
@@ -141,7 +150,7 @@ def _evaluate_reconstruction(
     config: ReconstructionConfig, context: AlgorithmContext, data: DataConfig
 ) -> Evaluation | None:
     # A generated source makes held-out clusters of its own, without a share of the training data.
-    has_documents = data.held_out > 0 or data.source in GENERATED
+    has_documents = data.held_out > 0 or is_generated(data.source)
     return PuzzleEvaluation(config, context) if has_documents else None
 
 

@@ -8,7 +8,7 @@ Public names:
   tfds_sets.TfdsSource, tfds_sets.TextSet: texts of prepared tensorflow-datasets sets.
   stream.TaskStream: clusters and tasks by step, the same for every resumed run.
   row_files.read: rows of JSON, JSON lines, CSV and parquet.
-  tiny_world, ladder_world, tiny_stories: generated worlds with known answers.
+  tiny_world, tiny_stories: generated worlds with known answers.
 
 Must not import: `attention` and rooms above.
 """

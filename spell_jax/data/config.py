@@ -7,24 +7,48 @@ import logging
 import math
 import pathlib
 import statistics
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
-from spell_jax.data import built, clusters, ladder_world, tiny_stories, tiny_world
+from spell_jax.data import built, clusters, tiny_stories, tiny_world
 from spell_jax.data.clusters import PAPER_TASKS, TASKS, Source
 from spell_jax.data.tfds_sets import FORM, TfdsSource, is_tfds
-from spell_jax.runtime import remote
-from spell_jax.runtime.config import check_choice, check_least, naming
+from spell_jax.runtime import hooks, remote
+from spell_jax.runtime.config import LARGEST, check_choice, check_least, naming
 
 log = logging.getLogger(__name__)
 
 TASK_CHOICES = ("shares", "random")
-# Values of data.source that are not a path: (function of a seed, the number of clusters, documents
-# or lines in each, and the split; maximum of documents or lines).
+
+
+class MakeClusters(Protocol):
+    """A function that makes a generated world's clusters; data.source may name the user's own."""
+
+    def __call__(
+        self, seed: int, count: int, documents: Sequence[int], prefix: str, /
+    ) -> list[clusters.Cluster]:
+        """Make `count` clusters, the same for the same arguments.
+
+        Args:
+          seed: seed of the split: config.seed, or that plus HELD_OUT_SEED for held-out clusters.
+          count: number of clusters, data.tiny.clusters.
+          documents: numbers of documents of a cluster, data.tiny.documents, used in turn.
+          prefix: beginning of the ids, "train" or "held_out".
+        """
+        ...
+
+
+class World(NamedTuple):
+    """A generated world: its clusters, and the most documents (or lines of a story) of one."""
+
+    make_clusters: MakeClusters
+    most_documents: int = LARGEST
+
+
+# Worlds that data.source names with one word.
 GENERATED = {
-    "tiny": (tiny_world.make_clusters, len(tiny_world.NAMES)),
-    "tiny_stories": (tiny_stories.make_stories, tiny_stories.MOST_LINES),
-    "ladder": (ladder_world.make_clusters, ladder_world.MOST_DOCUMENTS),
+    "tiny": World(tiny_world.make_clusters, len(tiny_world.NAMES)),
+    "tiny_stories": World(tiny_stories.make_stories, tiny_stories.MOST_LINES),
 }
 # Added to the run's seed for held-out clusters of a generated world. Far above usual seeds, so that
 # no run trains on the held-out clusters of another run.
@@ -33,9 +57,9 @@ HELD_OUT_SEED = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class TinyEvaluationConfig:
-    """Sizes of the held-out evaluation in the tiny world and in the ladder world.
+    """Sizes of the held-out evaluation in a generated world.
 
-    algorithms/spell/evaluation.py and ladder_evaluation.py have the measures.
+    algorithms/spell/evaluation.py has the measures in the tiny world.
 
     Attributes:
       seed: seed of all questions, different from the seed of the training clusters.
@@ -44,8 +68,6 @@ class TinyEvaluationConfig:
       documents: numbers of documents that the responder reads.
       quick_per_cell: per_cell of the validation during a run.
       quick_documents: documents of the validation during a run.
-      depths: depths of the ladder world's questions, in place of the tiny world's kinds.
-      quick_depths: depths of the validation during a run.
     """
 
     seed: int = 10_000
@@ -53,8 +75,6 @@ class TinyEvaluationConfig:
     documents: tuple[int, ...] = (3, 8, 12, 16)
     quick_per_cell: int = 32
     quick_documents: tuple[int, ...] = (8, 12)
-    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
-    quick_depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
 
     def __post_init__(self):
         check_least(self, "data.tiny.evaluation.", per_cell=1, quick_per_cell=1)
@@ -64,12 +84,6 @@ class TinyEvaluationConfig:
             if not counts or not all(2 <= count <= max_documents for count in counts):
                 raise ValueError(
                     f"data.tiny.evaluation.{field} = {counts}: each must be 2 to {max_documents}"
-                )
-        for field in ("depths", "quick_depths"):
-            depths = getattr(self, field)
-            if not depths or min(depths) < 1:
-                raise ValueError(
-                    f"data.tiny.evaluation.{field} = {depths}: must be numbers of at least 1"
                 )
 
 
@@ -95,9 +109,10 @@ class DataConfig:
     Files and folders may be URLs (docs/launching.md, "Data and weights from a bucket").
 
     Attributes:
-      source: "tiny", "tiny_stories" or "ladder" (generated worlds), a folder of .txt and .md files,
-        a .jsonl, a folder that data_pipeline built, or `tfds:NAME[/CONFIG][:VERSION]`, a prepared
-        tensorflow-datasets set. A built folder keeps its clusters and tasks.
+      source: "tiny" or "tiny_stories" (generated worlds), `MODULE:FUNCTION`, a world of your own
+        (a MakeClusters), a folder of .txt and .md files, a .jsonl, a folder that data_pipeline
+        built, or `tfds:NAME[/CONFIG][:VERSION]`, a prepared tensorflow-datasets set. A built folder
+        keeps its clusters and tasks.
       tfds_data_dir: directory of prepared sets, local or gs://; "" for the environment's
         TFDS_DATA_DIR, else ~/tensorflow_datasets.
       text_feature: feature of a set with the text of a document; "" for "text" or its only text.
@@ -159,18 +174,19 @@ class DataConfig:
         source = self.source
         if is_tfds(source):
             self._check_set()
-        elif source not in GENERATED and not (source and self._fetch("source").exists()):
+        elif is_generated(source):
+            self._check_generated(find_world(source))
+        elif not (source and self._fetch("source").exists()):
             raise ValueError(
-                f"data.source = {source!r}: must be {', '.join(map(repr, GENERATED))}, a folder of "
-                f".txt/.md files, a .jsonl, {FORM}, or a folder that data_pipeline built"
+                f"data.source = {source!r}: must be {', '.join(map(repr, GENERATED))}, "
+                f"{hooks.FORM}, a folder of .txt/.md files, a .jsonl, {FORM}, or a folder that "
+                "data_pipeline built"
             )
         if not 0 <= self.held_out < 1:
             raise ValueError(f"data.held_out = {self.held_out}: must be at least 0 and below 1")
         check_choice(self, "data.", grouping=clusters.GROUPINGS)
         smallest = clusters.SMALLEST_LIMIT
         check_least(self, "data.", documents_per_cluster=1, max_document_tokens=smallest)
-        if source in GENERATED:
-            self._check_generated()
 
     def _check_set(self) -> None:
         """Check that the set is prepared, and that its text feature and splits exist."""
@@ -179,17 +195,17 @@ class DataConfig:
             if isinstance(source, TfdsSource) and not built.is_built(source):
                 source.open()
 
-    def _check_generated(self) -> None:
-        if self.validation:
+    def _check_generated(self, world: World) -> None:
+        if self.validation and self.source in GENERATED:
             raise ValueError(
                 f"data.validation = {self.validation!r}: must be '' for data.source = "
                 f"{self.source!r}, which makes its own questions"
             )
         check_least(self.tiny, "data.tiny.", clusters=1)
-        documents, max_documents = self.tiny.documents, GENERATED[self.source][1]
-        if not documents or not all(1 <= number <= max_documents for number in documents):
+        documents = self.tiny.documents
+        if not documents or not all(1 <= count <= world.most_documents for count in documents):
             raise ValueError(
-                f"data.tiny.documents = {documents}: each must be 1 to {max_documents}"
+                f"data.tiny.documents = {documents}: each must be 1 to {world.most_documents}"
             )
 
 
@@ -200,6 +216,17 @@ def origin(data: DataConfig) -> Source:
     return TfdsSource(data.source, data.tfds_data_dir, data.text_feature, data.tfds_split)
 
 
+def is_generated(source: str) -> bool:
+    """Return whether data.source names a function that makes the clusters."""
+    # A set, "tfds:NAME", has the form of a hook.
+    return source in GENERATED or (hooks.is_hook(source) and not is_tfds(source))
+
+
+def find_world(source: str) -> World:
+    """Return the generated world that data.source names; ValueError if it is not importable."""
+    return GENERATED.get(source) or World(hooks.load("data.source", source))
+
+
 def open_clusters(
     data: DataConfig, seed: int, count_tokens: Callable[[str], int], prompt_cap: int = 0
 ) -> tuple[clusters.ClusterSource, clusters.ClusterSource]:
@@ -207,8 +234,8 @@ def open_clusters(
 
     With a `prompt_cap` (tokens), warn if the documents of some clusters together exceed the cap.
     """
-    if data.source in GENERATED:
-        make: Callable[..., Any] = GENERATED[data.source][0]
+    if is_generated(data.source):
+        make = find_world(data.source).make_clusters
         counts = data.tiny.clusters, data.tiny.documents
         train = make(seed, *counts, "train")
         held_out = make(seed + HELD_OUT_SEED, *counts, "held_out")

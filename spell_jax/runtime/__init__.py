@@ -11,6 +11,7 @@ Public names:
   paths.open_folder, remote.fetch: folders here or in a bucket, and files of any URL.
   endpoint.Endpoint: a client of an OpenAI-compatible API, with retries and a rate limit.
   config.Config, config.section, config.build: fields of a dataclass as flags and back.
+  hooks.load: the function that a field names as MODULE:FUNCTION.
   entry.run_main, setup.setup: the frame of a command, and jax's settings.
   run_logger.RunLogger, metrics.Metrics, progress.Progress: what a run tells about itself.
   preemption.Preemption: a signal that asks a run to save and end.

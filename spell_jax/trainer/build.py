@@ -105,9 +105,9 @@ def make_algorithm(
     config: RunConfig, context: AlgorithmContext
 ) -> tuple[Algorithm, Evaluation | None]:
     """Make the algorithm and its held-out evaluation; ValueError if fields do not fit the data."""
-    spec = registry.ALGORITHMS[config.algorithm.name]
-    evaluation = spec.evaluate(config.algorithm, context, config.data)
-    return spec.make(config.algorithm, context), evaluation
+    algorithm = config.algorithm
+    evaluation = registry.find_evaluation(algorithm)(algorithm, context, config.data)
+    return registry.ALGORITHMS[algorithm.name].make(algorithm, context), evaluation
 
 
 def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:

@@ -10,11 +10,12 @@ result, a Hugging Face folder that the trainer starts from.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -30,7 +31,7 @@ from spell_jax.policy import weights
 from spell_jax.policy.chat import THOUGHT_BEGIN, THOUGHT_END
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model, shape_policy
-from spell_jax.runtime import entry, paths, peers, remote, setup, workdir_lock
+from spell_jax.runtime import entry, hooks, paths, peers, remote, setup, workdir_lock
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import Config, plain, section
@@ -41,21 +42,34 @@ from spell_jax.runtime.run_logger import RunLogger
 from spell_jax.selfplay import prompts
 from spell_jax.trainer import saver
 from spell_jax.trainer.state import load_weights, settle_dtypes
-from spell_jax.warm_start import demonstrations, ladder_rows
+from spell_jax.warm_start import demonstrations
 
 log = logging.getLogger(__name__)
 
-# Values of config.source that are not a path: functions from prompts, seed and first row to an
-# endless stream of rows.
-GENERATED = {
-    "tiny": lambda prompts, *at: demonstrations.world_demonstrations(
-        prompts, demonstrations.DemonstrationMixture(), *at
+
+class MakeRows(Protocol):
+    """A function that makes rows without a file; config.source may name the user's own."""
+
+    def __call__(
+        self, prompts: prompts.Prompts, /, *, seed: int, start: int
+    ) -> Iterator[demonstrations.Row]:
+        """Yield endless rows from number `start` on; row i depends on (seed, i) alone.
+
+        Args:
+          prompts: templates of the prompts, config.prompts.
+          seed: config.seed.
+          start: number of the first row; a resumed run starts after the rows of its finished steps.
+        """
+        ...
+
+
+# Rows that config.source names with one word.
+GENERATED: Mapping[str, MakeRows] = {
+    "tiny": functools.partial(
+        demonstrations.world_demonstrations, mixture=demonstrations.DemonstrationMixture()
     ),
-    "tiny_stories": lambda prompts, *at: demonstrations.story_demonstrations(
-        prompts, demonstrations.StoryMixture(), *at
-    ),
-    "ladder": lambda prompts, *at: ladder_rows.ladder_demonstrations(
-        prompts, ladder_rows.LadderMixture(), *at
+    "tiny_stories": functools.partial(
+        demonstrations.story_demonstrations, mixture=demonstrations.StoryMixture()
     ),
 }
 # Rows that train a new tokenizer; enough to see every word of a small corpus.
@@ -73,7 +87,10 @@ def read_rows(path: str | pathlib.Path) -> tuple[list[demonstrations.Row], int]:
     # Bad lines are skipped and logged; require_records raises only if no line is a row.
     file = remote.fetch(path)
     if not file.is_file():
-        raise FileNotFoundError(f"source = {str(path)!r}: must be 'tiny' or a .jsonl of rows")
+        names = ", ".join(map(repr, GENERATED))
+        raise FileNotFoundError(
+            f"source = {str(path)!r}: must be {names}, {hooks.FORM} or a .jsonl of rows"
+        )
     rows, skipped = require_records(file, _parse_row, f"source = {path}", "a row")
     if skipped:
         log.warning("%s: %d rows, %d lines skipped", path, len(rows), skipped)
@@ -97,8 +114,10 @@ def row_stream(config: SupervisedConfig, start: int) -> Iterator[demonstrations.
 
     The prompt templates or the file of rows are read at once; errors name the field.
     """
-    if config.source in GENERATED:
-        return GENERATED[config.source](prompts.load(config.prompts), config.seed, start)
+    if config.source in GENERATED or hooks.is_hook(config.source):
+        templates = prompts.load(config.prompts)
+        make_rows = GENERATED.get(config.source) or hooks.load("source", config.source)
+        return make_rows(templates, seed=config.seed, start=start)
     return _shuffled(read_rows(config.source)[0], config.seed, start)
 
 

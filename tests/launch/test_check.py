@@ -22,7 +22,7 @@ from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.config import model_sections
 from spell_jax.configs import paper
-from spell_jax.data.config import GENERATED
+from spell_jax.data.config import is_generated
 from spell_jax.learner import aggregation, packing
 from spell_jax.learner.packing import PackingConfig
 from spell_jax.policy import products, transformer, weights
@@ -182,7 +182,7 @@ def test_shipped_config_passes_once_inputs_are_given(
             config[model].folder = str(folders[kind])
             config[model].thinking = ""  # the folder has no chat layout
             config[model].rope_scaling = ""  # they are of a short context by themselves
-    if config.data.source not in GENERATED:
+    if not is_generated(config.data.source):
         noise.give_data(config, tmp_path)
         config.data.documents_per_cluster = 1
     checked = check.check(config)

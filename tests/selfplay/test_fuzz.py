@@ -64,7 +64,6 @@ NO_READERS = {
     *(
         "warm_start.demonstrations",
         "warm_start.evidence_rows",
-        "warm_start.ladder_rows",
         "warm_start.question_rows",
         "warm_start.reconstruction_rows",
         "selfplay.rewards",
@@ -114,7 +113,6 @@ NO_READERS = {
     *("evidence.pairs_in_order", "evidence.best_chosen"),
     # These read answers by functions that are listed.
     *("eapo_evaluation.held_out_evidence", "algorithms.frozen_reader", "algorithms.progress"),
-    "algorithms.ladder_evaluation",
     *("folder_rows.make_rows", "folder_rows.make_questions", "folder_rows.main"),
     *("folder_rows.FolderRowMaker.question", "folder_rows.FolderRowMaker.row"),
     *("memory.QuestionMemory.get", "memory.QuestionMemory.state_dict", "hops.join_hop"),

@@ -10,8 +10,7 @@ from etils import epath
 
 from launch.experiments.ladder import __main__ as experiment
 from launch.experiments.ladder import config as ladder
-from launch.experiments.ladder import warm_start_config
-from spell_jax.data import ladder_world as world
+from launch.experiments.ladder import warm_start_config, world
 from spell_jax.data.questions import read_questions
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime.episodes import read_episodes
@@ -27,7 +26,6 @@ SMALL = {
     "validate_every": 1,
     "data.tiny.clusters": 6,
     "data.tiny.evaluation.quick_per_cell": 2,
-    "data.tiny.evaluation.quick_depths": (1, 2, 3),
     "algorithm.generation_batch": 12,
     "sampler.slots": 64,
     "sampler.kv_cache_tokens": 12_288,
@@ -51,7 +49,7 @@ def runs(tmp_path_factory) -> pathlib.Path:
 def test_both_steps_train_on_chained_questions(runs):
     lines = read_metrics(runs / "full" / "0")
     assert [line["step"] for line in lines] == [1, 2]
-    assert all({f"eval/depth/{d}" for d in (1, 2, 3)} <= line.keys() for line in lines)
+    assert all({f"eval/depth/{d}" for d in world.DEPTHS} <= line.keys() for line in lines)
     assert sum(line["rollout/accepted"] for line in lines) > 0
     assert lines[-1]["rollout/history"] > 0, "the second step remembers the first one's questions"
     questions = [e["question"] for _, e in read_episodes(runs / "full" / "0") if e["answers"]]
@@ -69,5 +67,5 @@ def test_figure_of_the_run(runs, tmp_path):
     experiment.main(["figure", f"--runs={runs}", f"--out={tmp_path}"])
     assert (tmp_path / "ladder.png").stat().st_size > 0
     numbers = json.loads((tmp_path / "ladder.json").read_text())
-    assert len(numbers["arms"]["full"]["accuracy_by_depth"]) == 3
+    assert len(numbers["arms"]["full"]["accuracy_by_depth"]) == len(world.DEPTHS)
     assert numbers["verdict"] == "Not decided: no run of frozen, static."

@@ -1,1 +1,4 @@
-"""The ladder: a finished study (docs/ladder.md), of configs, commands, figure and notebook."""
+"""The ladder: a finished study (docs/ladder.md).
+
+Its world, rows and evaluation are functions that its configs name.
+"""

@@ -26,17 +26,15 @@ import numpy as np
 from etils import epath
 
 from launch.experiments.ladder import config as ladder
-from launch.experiments.ladder import figure
-from spell_jax.data import ladder_world as world
+from launch.experiments.ladder import figure, world
+from launch.experiments.ladder.rows import TASK
 from spell_jax.runtime import entry
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.jsonl import write_json, write_records
-from spell_jax.warm_start.ladder_rows import TASK
 
 RUNS = "runs/ladder"
 SEEDS = (0, 1, 2, 3, 4)
 SHALLOW = (1, 2)
-DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 _BATCH = ladder.get_config().algorithm.generation_batch  # questions of a step
 _KNOWN = (*ladder.ARMS, *ladder.STABILIZERS)
 _STREAM = 9  # separates the random stream of questions from the streams of other generated data
@@ -61,7 +59,7 @@ def commands(runs: str, seeds: Sequence[int], arms: Sequence[str]) -> list[str]:
                 source = f"--run={runs}/full/{seed}"
                 flags += f" --config.steps=$(($(wc -l < {path}) / {_BATCH}))"  # each question once
             else:
-                depths = SHALLOW if arm == "shallow" else DEPTHS
+                depths = SHALLOW if arm == "shallow" else world.DEPTHS
                 source = f"--depths={','.join(map(str, depths))} --seed={seed}"
             lines.append(f"python -m launch.experiments.ladder questions --out={path} {source}")
         lines.append(

@@ -25,7 +25,7 @@ from etils import epath
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from spell_jax.data import ladder_world as world
+from launch.experiments.ladder import world
 from spell_jax.evaluation import protocol
 from spell_jax.evaluation.runner import SUMMARY
 from spell_jax.runtime.episodes import read_episodes

@@ -12,15 +12,14 @@ import pytest
 
 from launch.experiments.ladder import __main__ as experiment
 from launch.experiments.ladder import config as ladder
-from launch.experiments.ladder import figure
+from launch.experiments.ladder import figure, world
+from launch.experiments.ladder import rows as ladder_rows
 from spell_jax.config import read
-from spell_jax.data import ladder_world as world
 from spell_jax.data.questions import read_questions
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime.jsonl import write_json, write_records
 from spell_jax.selfplay import prompts
-from spell_jax.warm_start import ladder_rows
 from tests.paths import ROOT
 
 DEPTHS = 8
@@ -110,7 +109,7 @@ def test_prompts_and_answers_of_depth_8_fit_the_token_caps():
     config = ladder.get_config()
     tokenizer, rows = tokenizers.load(TINY_POLICY), prompts.load("compact")
     mixture = ladder_rows.LadderMixture(shallow=(8,), deeper=0.0)
-    demonstrations = ladder_rows.ladder_demonstrations(rows, mixture, seed=5)
+    demonstrations = ladder_rows.demonstrations(rows, mixture=mixture, seed=5)
     (length, _), *_ = config.packing.buckets
     for row, _ in zip(demonstrations, range(200), strict=False):
         prompt, answer = tokenizer.chat(row.prompt), tokenizer.count(row.completion) + 1

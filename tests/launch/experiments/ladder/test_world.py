@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spell_jax.data import ladder_world as world
+from launch.experiments.ladder import world
 
 DOCUMENTS = ("- Arvo Oslo Bela Cato", "- Bela Paris Cato Arvo", "- Cato Rome Arvo Bela")
 

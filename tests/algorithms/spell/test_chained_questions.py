@@ -1,4 +1,4 @@
-"""Tests of SPELL in the ladder world: references by hop, the gate and its leak, evaluation."""
+"""Tests of SPELL on chained questions (the ladder world): references by hop, gate, leak, cues."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 
+from launch.experiments.ladder import world
+from launch.experiments.ladder.rows import TASK
 from spell_jax.algorithms.base import Annotation
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.algorithms.spell.ladder_evaluation import LadderEvaluation
-from spell_jax.data import ladder_world as world
 from spell_jax.data.clusters import in_memory
-from spell_jax.data.config import TinyEvaluationConfig
 from spell_jax.data.stream import TaskStream
 from spell_jax.selfplay.memory import Entry
-from spell_jax.warm_start.ladder_rows import TASK
-from tests.algorithms.scripted import PROMPTS, ScriptedModels, make_context, roll_out
+from tests.algorithms.scripted import ScriptedModels, make_context, roll_out
 
 CLUSTERS = world.make_clusters(0, 4, (9,))
 DOCUMENTS = {line.split()[1]: line for cluster in CLUSTERS for line in cluster.documents}
-SIZES = {"per_cell": 4, "documents": (5, 9), "quick_per_cell": 3, "quick_documents": (9,)}
 
 
 def documents_of(prompt: str) -> list[str]:
@@ -181,59 +178,3 @@ def test_progress_on_probes_rewards_the_questioner():
     resumed = make_algorithm(mapping="progress", probes=4)
     resumed.load_state_dict(state)
     assert [e.reward for e in roll_out(resumed, ScriptedModels(improved), 2)] == [0.25] * 4
-
-
-# ---------------------------------------------------------------------------------------- Held out
-
-
-def make_evaluation(**sizes: Any) -> LadderEvaluation:
-    config = TinyEvaluationConfig(**(SIZES | sizes))
-    return LadderEvaluation(PROMPTS, SpellConfig(), lambda text: len(text.split()), config)
-
-
-def greedy(role: str, prompt: str, sibling: int, model: str) -> str:
-    return answer(prompt) if role == "responder" else write(role, prompt, sibling, model)
-
-
-def test_perfect_model_scores_one_at_every_depth():
-    report = make_evaluation().full(ScriptedModels(greedy)).report
-    accuracy = report["responder accuracy, by documents"]
-    assert [*accuracy] == [*(f"depth {depth}" for depth in range(1, 9)), "all"]
-    assert {cell[0] for row in accuracy.values() for cell in row.values()} == {1.0}
-    assert report["verifier accuracy"][""]["all"][0] == 1.0
-    questioner_rows = report["questioner"]
-    assert questioner_rows["none known"]["depth"][0] == 3.0
-    for depth in range(1, 9):
-        row = questioner_rows[f"one known, of depth {depth}"]
-        assert row["accepted"][0] == 1.0
-
-
-def test_validation_has_accuracies_by_depth():
-    def shallow(role: str, prompt: str, sibling: int, model: str) -> str:
-        is_deep = role == "responder" and prompt.splitlines()[-1].count(" of ") > 2
-        return "answer is Nobody" if is_deep else greedy(role, prompt, sibling, model)
-
-    score, numbers = make_evaluation(quick_depths=(1, 2, 3, 4)).quick(ScriptedModels(shallow))
-    assert score == numbers["responder"] == 0.5
-    assert numbers["depth/2"] == 1.0 and numbers["depth/3"] == 0.0
-    assert numbers["verifier"] == 1.0
-
-
-def test_verifier_is_right_where_its_vote_is():
-    """A verdict in other words counts as the vote that it is; no verdict is wrong."""
-
-    def wordy(role: str, prompt: str, sibling: int, model: str) -> str:
-        text = greedy(role, prompt, sibling, model)
-        if role != "verifier":
-            return text
-        return f"so {text}" if text == "[[YES]]" else "no"
-
-    verdicts = make_evaluation().full(ScriptedModels(wordy)).report["verifier accuracy"]
-    assert 0.0 < verdicts[""]["all"][0] < 1.0
-
-
-def test_too_many_documents_are_rejected():
-    with pytest.raises(ValueError, match=r"quick_documents = \(11,\): each must be 2 to 10"):
-        make_evaluation(quick_documents=(11,))
-    with pytest.raises(ValueError, match=r"depths = \(\): must be numbers of at least 1"):
-        TinyEvaluationConfig(depths=())

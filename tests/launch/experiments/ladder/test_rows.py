@@ -8,16 +8,15 @@ from collections import Counter
 
 import pytest
 
-from spell_jax.data import ladder_world as world
+from launch.experiments.ladder import world
+from launch.experiments.ladder.rows import TASK, LadderMixture, demonstrations
 from spell_jax.selfplay import parsing, prompts, rules
-from spell_jax.warm_start import ladder_rows
-from spell_jax.warm_start.ladder_rows import TASK, LadderMixture
 
 PROMPTS = prompts.load("compact")
 
 
 def take(count: int, seed: int = 0, start: int = 0, **shares):
-    rows = ladder_rows.ladder_demonstrations(PROMPTS, LadderMixture(**shares), seed, start)
+    rows = demonstrations(PROMPTS, mixture=LadderMixture(**shares), seed=seed, start=start)
     return list(itertools.islice(rows, count))
 
 

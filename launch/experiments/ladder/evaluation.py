@@ -1,4 +1,4 @@
-"""Held-out evaluation of SPELL in the ladder world, against the oracle's true answers.
+"""Held-out evaluation of SPELL in the ladder world (algorithm.evaluation), against the oracle.
 
 1. Responder: greedy answers to generated questions of each depth, by number of documents.
 2. Verifier: greedy verdicts on pairs of answers, of which half are equal.
@@ -13,15 +13,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from spell_jax.algorithms.base import AskModels
+from launch.experiments.ladder import world
+from launch.experiments.ladder.rows import TASK, verifier_row
+from spell_jax.algorithms.base import AlgorithmContext, AskModels
 from spell_jax.algorithms.held_out import Evaluated, by_row, share
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.data import ladder_world as world
-from spell_jax.data.config import TinyEvaluationConfig
+from spell_jax.data.config import DataConfig, TinyEvaluationConfig
 from spell_jax.selfplay import parsing
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts
-from spell_jax.warm_start.ladder_rows import TASK, verifier_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,7 @@ class LadderEvaluation:
     algorithm: SpellConfig
     count_tokens: Callable[[str], int]
     sizes: TinyEvaluationConfig
+    depths: tuple[int, ...] = world.DEPTHS
 
     def __post_init__(self):
         for field in ("documents", "quick_documents"):
@@ -46,15 +47,15 @@ class LadderEvaluation:
         sizes = self.sizes
         cells = {
             (depth, n): self._responder(ask, n, depth, sizes.per_cell)
-            for depth in sizes.depths
+            for depth in self.depths
             for n in sizes.documents
         }
         accuracy = {
             f"depth {depth}": {str(n): share(cells[depth, n]) for n in sizes.documents}
-            for depth in sizes.depths
+            for depth in self.depths
         }
         accuracy["all"] = {
-            str(n): share([right for depth in sizes.depths for right in cells[depth, n]])
+            str(n): share([right for depth in self.depths for right in cells[depth, n]])
             for n in sizes.documents
         }
         report = {
@@ -68,7 +69,7 @@ class LadderEvaluation:
         """Return (mean responder accuracy, numbers): accuracies by depth and of the verifier."""
         sizes = self.sizes
         numbers = {}
-        for depth in sizes.quick_depths:
+        for depth in self.depths:
             rights = [
                 right
                 for n in sizes.quick_documents
@@ -100,7 +101,7 @@ class LadderEvaluation:
         for index in range(count):
             documents = world.make_documents(rng, max(self.sizes.documents))
             # Depths in turn: each has an equal share of the pairs.
-            depth = self.sizes.depths[index % len(self.sizes.depths)]
+            depth = self.depths[index % len(self.depths)]
             rows.append(
                 verifier_row(self.prompts, rng, world.sample_question(rng, documents, depth))
             )
@@ -114,7 +115,7 @@ class LadderEvaluation:
     def _questioner(self, ask: AskModels) -> dict[str, dict[str, tuple[float, float]]]:
         rng = np.random.default_rng([self.sizes.seed, 2])
         cases, texts = [], []
-        for known_depth in (0, *self.sizes.depths) if self.algorithm.memory else (0,):
+        for known_depth in (0, *self.depths) if self.algorithm.memory else (0,):
             row = f"one known, of depth {known_depth}" if known_depth else "none known"
             for _ in range(self.sizes.per_cell):
                 documents = world.make_documents(rng, max(self.sizes.documents))
@@ -147,3 +148,11 @@ class LadderEvaluation:
             row: {name: share(values) for name, values in measures.items()}
             for row, measures in rows.items()
         }
+
+
+def held_out(config: SpellConfig, context: AlgorithmContext, data: DataConfig) -> LadderEvaluation:
+    """Make the evaluation, also of algorithms that train on given questions of the ladder world."""
+    if data.validation:
+        raise ValueError(f"data.validation = {data.validation!r}: must be '' in the ladder world")
+    sizes = data.tiny.evaluation
+    return LadderEvaluation(context.prompts, config, context.count_tokens, sizes)

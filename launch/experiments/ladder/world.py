@@ -1,4 +1,4 @@
-"""Generated documents with questions of any depth, and an oracle: the ladder world.
+"""Generated documents with questions of any depth, and an oracle: the ladder world (data.source).
 
 1. A document is one line, "- Arvo Oslo Bela Cato": a person, a city, a friend and a general (a
    superior). The friends of a cluster form one ring, and so do the generals. No two people share a
@@ -7,7 +7,7 @@
    of its relations, here 3. A question of one more hop has a relation more, at the front, and its
    answer is one look-up away from the answer of the shorter question.
 3. The oracle walks a chain and knows its true answer. Only warm-start demonstrations, held-out
-   evaluation and the analysis of finished runs (launch/experiments/ladder) use it, never self-play.
+   evaluation and the analysis of finished runs use it, never self-play.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from spell_jax.data.tiny_world import CITIES, NAMES
 RELATIONS = ("city", "friend", "general")
 PEOPLE = RELATIONS[1:]  # relations that a chain can continue from
 MOST_DOCUMENTS = len(CITIES)
+DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8)  # of questions of the oracle
 # The first relations of a new question. A questioner's prompt ends with one of the cues. All but
 # the first relation lead to a person, because a city has no relations.
 CUES = tuple(map(" ".join, itertools.product(RELATIONS, PEOPLE, PEOPLE, PEOPLE)))

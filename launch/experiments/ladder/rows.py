@@ -1,4 +1,4 @@
-"""Generated demonstrations of the ladder world: shallow questions, and a thin tail of deeper ones.
+"""Demonstrations of the ladder world (source): shallow questions, and a thin tail of deeper ones.
 
 A responder walks the chain: for each hop, the relation and the person's line. A questioner writes
 no thought: its own reference is a guess, which the frozen reader replaces.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from spell_jax.data import ladder_world as world
+from launch.experiments.ladder import world
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts
 from spell_jax.warm_start.demonstrations import Row, seeded_rows
@@ -40,8 +40,8 @@ class LadderMixture:
     one_more: float = 0.6
 
 
-def ladder_demonstrations(
-    prompts: Prompts, mixture: LadderMixture, seed: int, start: int = 0
+def demonstrations(
+    prompts: Prompts, *, seed: int, start: int = 0, mixture: LadderMixture = LadderMixture()
 ) -> Iterator[Row]:
     """Yield endless demonstrations of the ladder world; row i depends on (seed, i) alone."""
 
