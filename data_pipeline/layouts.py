@@ -1,18 +1,18 @@
 """File formats: parsers from the bytes of a source's file to rows.
 
 Small formats are parsed by a function from bytes to rows. Formats with millions of rows (.jsonl,
-.parquet) are streamed from an open file. An unusable row has a `problem`.
+.parquet) are streamed from an open file. An unusable row has a `problem`. Rows of JSON and Parquet
+are read by spell_jax/data/row_files.py and spell_jax/runtime/jsonl.py.
 """
 
 from __future__ import annotations
 
 import codecs
 import io
-import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from html.parser import HTMLParser
@@ -23,12 +23,8 @@ import pyarrow.parquet as pq
 from data_pipeline.filter import describe_error
 from spell_jax.data import row_files
 from spell_jax.data.text_files import Unusable, decode
-from spell_jax.runtime.jsonl import bounded_lines
+from spell_jax.runtime.jsonl import json_lines
 
-# Rows of a row group in memory at a time, and the most bytes that these rows may take: a few KB of
-# Parquet can unpack to rows of 20 MB each.
-BATCH_ROWS = 256
-BATCH_BYTES = 1 << 28
 # Limits of a PDF. A page takes 0.01 to 0.2 s.
 PDF_CHARACTERS, PDF_SECONDS = 1 << 28, 600
 
@@ -186,19 +182,15 @@ def _docmath_row(number: int, row: Any) -> SourceRow:
 
 def read_fields(data: bytes, field: str) -> list[SourceRow]:
     """Parse the texts of a field, at any depth, in a JSON value or in JSON lines."""
-    texts = _parse(data, lambda text: list(field_texts(row_files.json_values(text), (field,))))
+    try:
+        texts = list(field_texts(row_files.json_values(decode(data)), (field,)))
+    except (ValueError, RecursionError) as error:
+        raise Unusable("damaged", describe_error(error)) from error
     if not texts:
         raise Unusable("another layout", f"it has no text in a field {field!r}")
     return [
         SourceRow(number, clean(" ".join(strings))) for number, (_, strings) in enumerate(texts)
     ]
-
-
-def _parse(data: bytes, parse: Callable[[str], Any]) -> Any:
-    try:
-        return parse(decode(data))
-    except (ValueError, RecursionError) as error:
-        raise Unusable("damaged", describe_error(error)) from error
 
 
 def field_texts(value: Any, fields: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -326,28 +318,27 @@ def _in_paragraphs(text: str) -> str:
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
 
 
-def json_rows(stream: BinaryIO, text: str, quality: str, limit: int) -> Iterator[SourceRow]:
+def json_rows(
+    stream: io.BufferedReader, text: str, quality: str, limit: int
+) -> Iterator[SourceRow]:
     """Stream the rows of a .jsonl file: strings, or objects with a text. Blank lines are skipped.
 
     `stream` has uncompressed bytes. `text` and `quality` name an object's fields; without `text`,
     its field "text" is used. A line over `limit` bytes gives a row without text.
     """
-    for number, line in enumerate(_lines(stream, limit)):
-        if line is None:
-            yield SourceRow(number, problem=f"its line is longer than {limit} bytes")
-            continue
-        if number == 0 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    number = 0
+    try:
+        if stream.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise Unusable("not UTF-8", "JSON lines must be UTF-8, it begins as UTF-16 does")
-        if number == 0:
-            line = line.removeprefix(codecs.BOM_UTF8)
-        # Blank lines are legal between JSON lines, and keep their numbers.
-        if line.strip():
-            try:
-                fields = json.loads(line.decode("utf-8"))
-            except (ValueError, RecursionError) as error:
-                yield SourceRow(number, problem=describe_error(error))
+        for number, value, problem in json_lines(stream, limit):
+            if problem:
+                yield SourceRow(number - 1, problem=problem)
             else:
-                yield _json_row(number, fields, text, quality)
+                yield _json_row(number - 1, value, text, quality)
+    except Unusable:
+        raise
+    except Exception as error:  # each file system raises its own exceptions
+        raise Unusable("breaks off", f"after line {number}: {describe_error(error)}") from error
 
 
 def _json_row(number: int, fields: Any, text: str, quality: str) -> SourceRow:
@@ -364,15 +355,6 @@ def _json_row(number: int, fields: Any, text: str, quality: str) -> SourceRow:
             number, problem=f"its {name!r} must be a string, is {type(field_text).__name__}"
         )
     return SourceRow(number, clean(field_text), as_quality(fields.get(quality)))
-
-
-def _lines(stream: BinaryIO, limit: int) -> Iterator[bytes | None]:
-    number = 0
-    try:
-        for number, line in enumerate(bounded_lines(stream, limit), 1):  # noqa: B007
-            yield line
-    except Exception as error:
-        raise Unusable("breaks off", f"after line {number}: {describe_error(error)}") from error
 
 
 def as_quality(value: Any) -> float | None:
@@ -410,27 +392,24 @@ def parquet_groups(
 def parquet_rows(
     file: BinaryIO, columns: Sequence[str], group: int, first: int, strict: bool
 ) -> Iterator[SourceRow]:
-    """Stream the rows of one row group, with at most BATCH_ROWS in memory at a time.
+    """Stream the rows of one row group, a few at a time.
 
     `columns` come from `parquet_groups`; `first` is the number of the group's first row in the
     file. If `strict`, a row without a score gets the score NaN.
     """
     number = first
     try:
-        parquet = pq.ParquetFile(file)
-        rows = row_files.rows_at_a_time(parquet.metadata, BATCH_ROWS, BATCH_BYTES)
-        for batch in parquet.iter_batches(rows, [group], list(columns)):
-            values = [batch.column(name).to_pylist() for name in columns]
-            for text, *scores in zip(*values, strict=True):
-                quality = as_quality(scores[0]) if scores else None
-                if strict and quality is None:
-                    quality = math.nan
-                if isinstance(text, str):
-                    yield SourceRow(number, clean(text), quality)
-                else:
-                    problem = f"its {columns[0]!r} must be a string, is {type(text).__name__}"
-                    yield SourceRow(number, problem=problem)
-                number += 1
+        for row in row_files.parquet_rows(file, columns, [group]):
+            text, *scores = (row[name] for name in columns)
+            quality = as_quality(scores[0]) if scores else None
+            if strict and quality is None:
+                quality = math.nan
+            if isinstance(text, str):
+                yield SourceRow(number, clean(text), quality)
+            else:
+                problem = f"its {columns[0]!r} must be a string, is {type(text).__name__}"
+                yield SourceRow(number, problem=problem)
+            number += 1
     except Exception as error:  # a damaged file may raise anything
         because = f"row group {group}, row {number}: {describe_error(error)}"
         raise Unusable("breaks off", because) from error

@@ -21,7 +21,6 @@ from typing import Any, BinaryIO, ClassVar, TypedDict
 
 import apache_beam as beam
 import fsspec
-import pyarrow as pa
 from apache_beam.pvalue import TaggedOutput
 from fsspec.implementations.local import LocalFileSystem
 
@@ -41,7 +40,7 @@ from spell_jax.data.text_files import Unusable
 from spell_jax.data.tfds_sets import TextSet, TfdsSource, is_tfds
 from spell_jax.runtime import config as settings
 from spell_jax.runtime.config import check_choice, check_least
-from spell_jax.runtime.jsonl import LONGEST_LINE
+from spell_jax.runtime.jsonl import LONGEST_LINE, uncompressed
 from spell_jax.runtime.remote import file_version
 
 WHOLE: Mapping[str, Callable[[bytes], list[SourceRow]]] = {
@@ -51,7 +50,7 @@ WHOLE: Mapping[str, Callable[[bytes], list[SourceRow]]] = {
     ".htm": layouts.read_html,
     ".pdf": layouts.read_pdf,
 }
-LINES = {".jsonl": "", ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}  # suffix -> compression
+LINES = tuple(suffix for suffix, kind in row_files.KINDS.items() if kind.format == ".jsonl")
 LAYOUTS = {
     "folder": (".txt", ".md", ".html", ".htm", ".pdf", *LINES, ".parquet"),
     "ultra_fineweb": (".parquet",),
@@ -379,8 +378,8 @@ def _read_piece(piece: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any
                 # Hashed while it is streamed: the reader goes to the last byte, and a second pass
                 # over a file of many gigabytes is saved.
                 hashed = _Hashed(file)
-                lines = _uncompressed(hashed, LINES[suffix])
                 longest = min(source.max_file_bytes, LONGEST_LINE)
+                lines = uncompressed(hashed, row_files.KINDS[suffix].compression)
                 rows = layouts.json_rows(lines, source.text, source.quality, longest)
                 yield from _documents(rows, listed, source)
             else:
@@ -480,13 +479,6 @@ def _read_whole(file: BinaryIO, listed: Listed, limit: int) -> bytes:
     if len(data) > limit:
         raise Unusable("oversize", f"has more than {limit} bytes")
     return data
-
-
-def _uncompressed(stream: io.RawIOBase, compression: str) -> BinaryIO:
-    """Return a buffered, decompressed stream."""
-    # Arrow's streams raise on a truncated file; others take it for the end.
-    raw: Any = pa.CompressedInputStream(stream, compression) if compression else stream
-    return io.BufferedReader(raw, CHUNK)
 
 
 class _Hashed(io.RawIOBase):

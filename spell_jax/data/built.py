@@ -32,7 +32,7 @@ from spell_jax.data.clusters import (
 )
 from spell_jax.data.tfds_sets import TfdsSource, open_builder
 from spell_jax.runtime import distributed, remote
-from spell_jax.runtime.jsonl import read_json, read_lines
+from spell_jax.runtime.jsonl import read_json, read_records
 
 MANIFEST, INDEX = "manifest.json", "index.jsonl"
 SHARDS = "clusters-train.array_record-*"
@@ -100,7 +100,9 @@ class BuiltClusters:
         self._folder = _local_folder(source)
         _check_files(self._folder)
         index_file = self._folder / INDEX
-        index = [_parse_index(line, index_file) for line in read_lines(index_file)]
+        index, bad_lines = read_records(index_file, _parse_index)
+        if bad_lines:
+            raise ValueError(f"{index_file}: {bad_lines} invalid lines; build it again")
         self.tasks: dict[str, tuple[str, ...] | None] = {name: (task,) for name, task in index}
         # Records are found by number, so a step reads only the clusters of its batch.
         self._numbers = {name: number for number, name in enumerate(self.tasks)}
@@ -163,15 +165,11 @@ def _check_files(folder: Path) -> None:
         raise ValueError(f"{folder / min(unlisted)}: not listed in {MANIFEST}; build it again")
 
 
-def _parse_index(line: str, path: Path) -> tuple[str, str]:
-    try:
-        record = json.loads(line)
-        name, task = record["id"], record["task"]
-        if not isinstance(name, str) or not isinstance(task, str):
-            raise TypeError("id and task must be strings")
-        return name, task
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path}: invalid line {line[:80]!r}; build it again") from error
+def _parse_index(record: Any) -> tuple[str, str]:
+    name, task = record["id"], record["task"]
+    if not isinstance(name, str) or not isinstance(task, str):
+        raise ValueError("id and task must be strings")
+    return name, task
 
 
 def _open_records(folder: Path) -> Any:

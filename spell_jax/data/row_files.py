@@ -7,17 +7,21 @@ as a number, and the names of the classes in their schema. Here such a column ha
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import gzip
 import io
 import json
 import re
 import zlib
-from collections.abc import Iterator
-from typing import Any, BinaryIO, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
-from spell_jax.runtime.jsonl import LINE_COST, LONGEST_LINE, bounded_lines
+from spell_jax.runtime.jsonl import (
+    LONGEST_LINE,
+    JsonLine,
+    bounded_lines,
+    json_lines,
+    uncompressed,
+)
 
 _TEXTS, _COMPRESSIONS = (".jsonl", ".json", ".csv"), ("", ".gz", ".zst")
 
@@ -59,72 +63,68 @@ def read(
     read piece by piece, so an incomplete file yields its first rows. A row of JSON may be any JSON
     value.
 
-    Raises ValueError or OSError if the file is damaged, the text has more than `largest` bytes (a
-    line counts as LINE_COST or more), or a line has more than LONGEST_LINE bytes. Raises
-    RecursionError if JSON is too deep.
+    Raises ValueError or OSError if the file is damaged, the text has more than `largest` bytes (see
+    jsonl.bounded_lines), or a line has more than LONGEST_LINE bytes. Raises RecursionError if a
+    JSON list is too deep.
     """
     try:
-        with _uncompressed(file, kind.compression) as plain:
-            if kind.format == ".parquet":
-                yield from _parquet_rows(plain)
-            elif kind.format == ".csv":
-                text = io.TextIOWrapper(plain, encoding="utf-8-sig", newline="")
-                # skipinitialspace: blanks before a quoted field are not part of the field.
-                lines = _lines(text, largest)
-                yield from csv.DictReader(lines, delimiter=delimiter, skipinitialspace=True)
-            elif kind.format == ".jsonl":
-                lines = _lines(plain, largest)
-                yield from (json.loads(line.decode("utf-8-sig")) for line in lines if line.strip())
-            else:
-                yield from _json_rows(io.TextIOWrapper(plain, encoding="utf-8-sig"), largest)
+        plain = uncompressed(file, kind.compression)
+        if kind.format == ".parquet":
+            yield from parquet_rows(plain)
+        elif kind.format == ".csv":
+            text = io.TextIOWrapper(plain, encoding="utf-8-sig", newline="")
+            # skipinitialspace: blanks before a quoted field are not part of the field.
+            lines = _all_lines(text, largest)
+            yield from csv.DictReader(lines, delimiter=delimiter, skipinitialspace=True)
+        elif kind.format == ".jsonl":
+            yield from _values(json_lines(plain, LONGEST_LINE, largest))
+        else:
+            yield from _json_rows(io.TextIOWrapper(plain, encoding="utf-8-sig"), largest)
     except (csv.Error, EOFError, zlib.error) as error:
         raise ValueError(str(error)) from error
 
 
-def _lines(stream: Any, largest: int) -> Iterator[Any]:
-    """Yield the lines of a stream of bytes or text; ValueError if one or all are too long."""
-    size = 0
-    for number, line in enumerate(bounded_lines(stream, LONGEST_LINE), 1):
+def _all_lines(text: io.TextIOBase, largest: int) -> Iterator[str]:
+    for number, line in enumerate(bounded_lines(text, LONGEST_LINE, largest), 1):
         if line is None:
             raise ValueError(f"line {number}: longer than {LONGEST_LINE} bytes")
-        # A megabyte of .gz can hold 10**9 empty lines.
-        if (size := size + max(len(line), LINE_COST)) > largest:
-            raise ValueError(f"line {number}: the lines up to here have more than {largest} bytes")
         yield line
 
 
-def _uncompressed(file: BinaryIO, compression: str) -> contextlib.AbstractContextManager[BinaryIO]:
-    if compression == ".gz":
-        return cast(contextlib.AbstractContextManager[BinaryIO], gzip.GzipFile(fileobj=file))
-    if compression == ".zst":
-        import pyarrow  # here, because the other formats of text do not need it
-
-        stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
-        return contextlib.nullcontext(cast(BinaryIO, io.BufferedReader(cast(Any, stream))))
-    return contextlib.nullcontext(file)
+def _values(lines: Iterable[JsonLine]) -> Iterator[Any]:
+    for line in lines:
+        if line.problem:
+            raise ValueError(f"line {line.number}: {line.problem}")
+        yield line.value
 
 
-def _parquet_rows(file: BinaryIO) -> Iterator[dict[str, Any]]:
+def parquet_rows(
+    file: BinaryIO, columns: Sequence[str] | None = None, groups: Sequence[int] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Iterate over the rows of a Parquet file, or of some columns and row groups; few at a time."""
     import pyarrow.parquet as pq  # here, because most runs read no Parquet file
 
     with pq.ParquetFile(file) as table:
         # From the metadata, before a chunk is unpacked into memory.
-        _check_chunks(table.metadata)
+        _check_chunks(table.metadata, columns)
         classes = _class_names(table.schema_arrow.metadata or {})
-        for batch in table.iter_batches(rows_at_a_time(table.metadata, _BATCH, _BATCH_BYTES)):
+        size = rows_at_a_time(table.metadata, _BATCH, _BATCH_BYTES)
+        for batch in table.iter_batches(size, row_groups=groups, columns=columns):
             if (count := sum(map(_count_elements, batch.columns))) > _BATCH_ELEMENTS:
                 raise ValueError(f"{len(batch)} rows with lists of {count} elements")
             for row in batch.to_pylist():
-                for column, names in classes.items():
-                    row[column] = _class_name(row.get(column), names)
+                for column in classes.keys() & row.keys():
+                    row[column] = _class_name(row[column], classes[column])
                 yield row
 
 
-def _check_chunks(metadata: Any) -> None:
-    """Raise ValueError if a column chunk of a Parquet file has more than _CHUNK_ELEMENTS values."""
+def _check_chunks(metadata: Any, columns: Sequence[str] | None) -> None:
+    """Raise ValueError if a chunk of `columns` (None: all) has more than _CHUNK_ELEMENTS values."""
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         for chunk in map(group.column, range(group.num_columns)):
+            if columns is not None and chunk.path_in_schema.partition(".")[0] not in columns:
+                continue
             # A column without lists has one value per row, however many rows there are.
             if chunk.num_values - group.num_rows > _CHUNK_ELEMENTS:
                 raise ValueError(
@@ -220,10 +220,4 @@ def json_values(content: str) -> list[Any]:
     try:
         return [json.loads(content)]
     except json.JSONDecodeError:
-        values = []
-        for number, line in enumerate(content.split("\n"), 1):
-            try:
-                values += [json.loads(line)] if line.strip() else []
-            except ValueError as error:
-                raise ValueError(f"line {number}: {error}") from error
-        return values
+        return list(_values(json_lines(io.StringIO(content, newline="\n"), len(content))))

@@ -1,11 +1,12 @@
 """JSON and JSONL files: tolerant reading, atomic and durable writing, safe appending.
 
-A file with a name ending in .gz is compressed; the same lines always give the same bytes.
+All readers of JSON lines go through `json_lines`, which says what is wrong with a bad line; what
+follows from it is theirs. A file with a name ending in .gz is compressed; the same lines always
+give the same bytes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gzip
 import io
@@ -17,7 +18,7 @@ import pathlib
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, NamedTuple, TypeVar, cast
 
 from spell_jax.runtime import durable, paths
 
@@ -33,8 +34,8 @@ _SKIPPED = 1 << 20  # bytes of a longer line that are read at a time
 
 # A few kilobytes of .gz can also hold millions of lines, or gigabytes in lines that are all short
 # enough. A longer rest of a compressed file is not read: more bytes than _SMALLEST_PART and than
-# _RATIO times the file (texts reach 3 to 20), where each line counts as LINE_COST bytes or more.
-_SMALLEST_PART, _RATIO, LINE_COST = 1 << 28, 100, 256
+# _RATIO times the file (texts reach 3 to 20), where each line counts as _LINE_COST bytes or more.
+_SMALLEST_PART, _RATIO, _LINE_COST = 1 << 28, 100, 256
 
 # Bad lines of a file that are logged (all are counted), and characters of what is wrong with one.
 _NAMED_LINES, _LONGEST_REASON = 20, 500
@@ -42,6 +43,22 @@ _NAMED_LINES, _LONGEST_REASON = 20, 500
 # What a parser raises for a malformed record.
 # float() raises OverflowError for an integer of 400 digits.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
+
+
+class LargeFileError(ValueError):
+    """A file with more bytes or lines than its reader takes, at line `number` from 1."""
+
+    def __init__(self, number: int, largest: float):
+        super().__init__(f"line {number}: the lines up to here have more than {largest} bytes")
+        self.number = number
+
+
+class JsonLine(NamedTuple):
+    """Line of a file of JSON lines."""
+
+    number: int  # from 1; empty lines count
+    value: Any = None
+    problem: str = ""  # reason why the line has no value
 
 
 def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tuple[list[T], int]:
@@ -102,22 +119,21 @@ def _parse_lines(
     path: str | os.PathLike[str], parse: Callable[[Any], T]
 ) -> tuple[list[T], _Problems]:
     records, problems, number = [], _Problems(path), 0
-    with paths.open_file(path) as file, _compressed(path, file, "rb") as stream:
-        room = _most_unpacked(file) if _is_compressed(path) else math.inf
+    compression = ".gz" if _is_compressed(path) else ""
+    with paths.open_file(path) as file:
+        largest = _most_unpacked(file) if compression else math.inf
+        lines = json_lines(uncompressed(file, compression), LONGEST_LINE, largest)
         try:
-            for number, line in enumerate(bounded_lines(stream, LONGEST_LINE), start=1):
-                room -= max(LINE_COST, LONGEST_LINE if line is None else len(line))
-                if room < 0:
-                    problems.add(number, "unpacks to too many bytes or lines", is_last=True)
-                    break
-                if line is not None and not line.strip():
+            for number, value, problem in lines:
+                if problem:
+                    problems.add(number, problem)
                     continue
                 try:
-                    if line is None:
-                        raise ValueError(f"longer than {LONGEST_LINE} bytes")
-                    records.append(parse(json.loads(line.decode("utf-8-sig"))))
+                    records.append(parse(value))
                 except (*MALFORMED, RecursionError) as error:
-                    problems.add(number, _reason(error, line or b""))
+                    problems.add(number, _reason(error))
+        except LargeFileError as error:
+            problems.add(error.number, error, is_last=True)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             problems.add(number + 1, error, is_last=True)
     problems.log_rest()
@@ -131,13 +147,8 @@ def _most_unpacked(file: IO[bytes]) -> int:
     return max(_SMALLEST_PART, _RATIO * size)
 
 
-def _reason(error: Exception, line: bytes) -> str:
-    """Describe what is wrong with a line; the text of a KeyError is only the name of the field."""
-    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        if b"\0" in line:
-            return "has NUL bytes, as UTF-16 and damaged files do; must be UTF-8"
-        if b"\r" in line.strip():
-            return f"{error}; lines must end with line feeds, this one has carriage returns"
+def _reason(error: Exception) -> str:
+    """Describe what is wrong with a record; the text of a KeyError is only the field's name."""
     if isinstance(error, KeyError):
         return f"{error.args[0]}: missing"
     if type(error) in (TypeError, AttributeError) and _OTHER_TYPE.search(str(error)):
@@ -145,13 +156,48 @@ def _reason(error: Exception, line: bytes) -> str:
     return str(error)
 
 
-def bounded_lines(stream: Any, limit: int) -> Iterator[Any]:
-    """Yield the lines of a stream of bytes or text, and None for each line longer than `limit`.
+def json_lines(
+    stream: IO[bytes] | IO[str], longest: int, largest: float = math.inf
+) -> Iterator[JsonLine]:
+    """Parse a stream of JSON lines one at a time; a line that is no JSON gets a problem.
 
-    At most `limit` bytes or characters of a longer line are in memory at a time.
+    Bytes are UTF-8, with or without a byte order mark. Only line feeds end a line. Empty lines are
+    left out. A line over `longest` bytes gets a problem. Raises LargeFileError as `bounded_lines`.
     """
-    while line := stream.readline(limit + 1):
-        if len(line) <= limit:
+    for number, line in enumerate(bounded_lines(stream, longest, largest), start=1):
+        if line is None:
+            yield JsonLine(number, problem=f"longer than {longest} bytes")
+        elif line.strip():
+            yield _parse_line(number, line)
+
+
+def _parse_line(number: int, line: bytes | str) -> JsonLine:
+    try:
+        text = line.decode("utf-8-sig") if isinstance(line, bytes) else line
+        return JsonLine(number, json.loads(text))
+    except (ValueError, RecursionError) as error:
+        data = line if isinstance(line, bytes) else line.encode(errors="replace")
+        problem = str(error)
+        if b"\0" in data:
+            problem = "has NUL bytes, as UTF-16 and damaged files do; must be UTF-8"
+        elif b"\r" in data.strip():
+            problem += "; lines must end with line feeds, this one has carriage returns"
+        return JsonLine(number, problem=problem)
+
+
+def bounded_lines(stream: Any, longest: int, largest: float = math.inf) -> Iterator[Any]:
+    """Yield the lines of a stream of bytes or text, and None for each line over `longest`.
+
+    At most `longest` bytes or characters of a longer line are in memory at a time. Raises
+    LargeFileError at the line with which all lines have more than `largest`, where a line counts as
+    _LINE_COST or more.
+    """
+    number = size = 0
+    while line := stream.readline(longest + 1):
+        number, size = number + 1, size + max(_LINE_COST, min(longest, len(line)))
+        if size > largest:
+            raise LargeFileError(number, largest)
+        if len(line) <= longest:
             yield line
             continue
         # 10 is the line feed of a stream of bytes. The rest of the line is read in parts and
@@ -159,6 +205,18 @@ def bounded_lines(stream: Any, limit: int) -> Iterator[Any]:
         while line and line[-1] not in ("\n", 10):
             line = stream.readline(_SKIPPED)
         yield None
+
+
+def uncompressed(file: IO[bytes], compression: str) -> Any:
+    """Return a buffered stream of an open file, unpacked for the compression ".gz" or ".zst"."""
+    if compression == ".gz":
+        return gzip.GzipFile(fileobj=file)
+    elif compression == ".zst":
+        import pyarrow  # here, because the other compressions do not need it
+
+        return io.BufferedReader(cast(Any, pyarrow.CompressedInputStream(file, "zstd")))
+    # A bucket's file knows no limit for the length of a line.
+    return file if isinstance(file, io.BufferedReader) else io.BufferedReader(cast(Any, file))
 
 
 def write_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None:
@@ -190,21 +248,6 @@ def read_json(path: str | os.PathLike[str], kind: type[T] = dict) -> T:
     return value
 
 
-def read_lines(path: str | os.PathLike[str]) -> list[str]:
-    """Read the lines of a file; a ValueError names the file if it is not UTF-8.
-
-    Only line feeds end a line. (str.splitlines also breaks at U+2028, U+0085 and others, which JSON
-    allows within a string.)
-    """
-    with paths.open_file(path) as file:
-        content = file.read()
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error})") from error
-    return text.removesuffix("\n").split("\n") if text else []
-
-
 def write_json(path: str | os.PathLike[str], value: Any, indent: int = 1) -> None:
     """Write one value as indented JSON, atomically; ValueError for a non-finite number."""
     write_lines(path, [json.dumps(value, indent=indent, allow_nan=False) + "\n"])
@@ -216,23 +259,12 @@ def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
     A lone surrogate becomes its Python escape.
     """
     # All lines are held in memory, so that a write to a full disk can be tried again.
-    content = io.BytesIO()
-    with _compressed(path, content, "wb") as out:
-        out.writelines(line.encode(errors="backslashreplace") for line in lines)
-    durable.write_file(path, content.getvalue())
+    content = b"".join(line.encode(errors="backslashreplace") for line in lines)
+    if _is_compressed(path):
+        # No time in the header, so that equal lines give equal bytes.
+        content = gzip.compress(content, 6, mtime=0)
+    durable.write_file(path, content)
 
 
 def _is_compressed(path: str | os.PathLike[str]) -> bool:
     return os.fspath(path).endswith(".gz")
-
-
-def _compressed(
-    path: str | os.PathLike[str], file: IO[bytes], mode: str
-) -> contextlib.AbstractContextManager[Any]:
-    if not _is_compressed(path):
-        if mode == "rb" and not isinstance(file, io.BufferedReader):
-            # A bucket's file knows no limit for the length of a line.
-            return contextlib.nullcontext(io.BufferedReader(cast(Any, file)))
-        return contextlib.nullcontext(file)
-    # No name and no time in the header, so that equal lines give equal bytes.
-    return gzip.GzipFile("", mode, compresslevel=6, fileobj=file, mtime=0)
