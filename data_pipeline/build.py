@@ -45,8 +45,8 @@ with entry.user_errors():
         dedup,
         embed,
         output,
+        report,
         sources,
-        summary,
         tasks,
     )
     from data_pipeline.cut import CutConfig
@@ -142,7 +142,7 @@ def build(config: Config, out: str, options: Sequence[str] = ()) -> dict[str, An
         "sources": files,
         "counts": {stage.name: list(stage.counts) for stage in finished_stages},
     }
-    summary.write(stages, finished_stages, clusters, out, manifest)
+    report.write_report(stages, finished_stages, clusters, out, manifest)
     return output.write_output(stages, clusters, finished_stages, out, plan.output, manifest)
 
 

@@ -1,8 +1,9 @@
 """HTML report of a build: report.html, one self-contained page.
 
 Plots are inline SVG in the page's text color, so the page needs no network and no scripts. The map
-places clusters with similar vectors near each other, by PCA and then t-SNE. All text is escaped,
-and equal content gives equal bytes.
+places clusters with similar vectors near each other, by PCA and then t-SNE. It shows the clusters
+with the smallest ids; ids are hashes, so this is a uniform sample, and the same in every build. All
+text is escaped, and equal content gives equal bytes.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
+from sklearn.decomposition import PCA
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, TfidfVectorizer
 from sklearn.manifold import TSNE
 from threadpoolctl import threadpool_limits
 
+from data_pipeline import output
 from data_pipeline.records import AssignedCluster, Count, Removed
+from data_pipeline.stages import Done, Stages
 from spell_jax import reporting
 
 REPORT = "report.html"
@@ -37,6 +41,10 @@ REPORT = "report.html"
 MAP_POINTS = 2000
 # Names listed per reason or benchmark; further names are only counted.
 NAMES_SHOWN = 200
+# Clusters per task that are shown with their terms, and terms shown.
+TOPICS, TERMS = 8, 8
+# Other clusters, for the document frequencies of words: the shown clusters alone are too few.
+BACKGROUND = 200
 EXAMPLE_DOCUMENTS = 3  # documents shown per example cluster
 EXAMPLE_CHARACTERS = 200  # characters shown per document
 
@@ -95,10 +103,8 @@ class Content:
     number. Only `stages`, `funnel`, `topics` and the map are ordered.
     """
 
-    title: str
-    config: Mapping[str, Any]  # nested and JSON-serializable
+    config: Mapping[str, Any]  # nested and JSON-serializable, with the seed
     versions: Mapping[str, str]  # package or file -> version or hash
-    seed: int
     stages: Sequence[tuple[str, Sequence[Count]]]
     funnel: Sequence[tuple[str, int]]  # documents read, then those left after each stage
     lengths_before: Mapping[int, int]  # histogram of characters of the documents read
@@ -116,7 +122,89 @@ class Content:
     map_vectors: np.ndarray  # float [n, D]
 
 
-def write_report(folder: str, content: Content) -> None:
+def write_report(
+    stages: Stages,
+    finished_stages: Sequence[Done],
+    clusters: str,
+    out: str,
+    manifest: Mapping[str, Any],
+) -> None:
+    """Write OUT/report.html; `finished_stages` are all, `clusters` a table of AssignedCluster."""
+    by_name = {stage.name: stage for stage in finished_stages}
+    index = output.read_index(stages, clusters)
+    columns = ["id", "vector", "documents.list.element.source"]
+    shown = {record["id"] for record in index[:MAP_POINTS]}
+    points = sorted(stages.read_records(clusters, columns, shown), key=lambda point: point["id"])
+    pools = {c["source"] for c in by_name["cluster"].counts if c["what"] == "clusters"}
+    content = Content(
+        config=manifest["config"],
+        versions=manifest["versions"],
+        stages=[(stage.name, stage.plain_counts) for stage in finished_stages],
+        funnel=_funnel(by_name),
+        lengths_before=by_name["read"].histogram("characters read"),
+        lengths_after=by_name["read"].histogram("characters kept"),
+        document_tokens=by_name["cut"].histogram("tokens"),
+        components=by_name["dedup"].histogram("component size"),
+        cluster_sizes={pool: by_name["cluster"].histogram("cluster size", pool) for pool in pools},
+        cluster_tokens=Counter(record["tokens"] for record in index),
+        clusters_by_task=Counter(record["task"] for record in index),
+        skipped=cast(Any, stages.read_records("read/removed")),
+        contamination=_contamination(stages, by_name),
+        topics=_topics(stages, clusters, index),
+        map_ids=[point["id"] for point in points],
+        map_labels=[_main_source(point) for point in points],
+        map_vectors=np.stack([np.frombuffer(point["vector"], np.float32) for point in points]),
+    )
+    write_page(out, content)
+
+
+def _funnel(stages_by_name: Mapping[str, Done]) -> list[tuple[str, int]]:
+    events = {
+        "read": "documents read",
+        "filter": "documents kept",
+        "dedup": "documents kept",
+        "decontaminate": "documents kept",
+        "cut": "pieces",
+        "cluster": "documents clustered",
+        "tasks": "documents",
+    }
+    # Reading and filtering are one stage, so that rejected documents are never written.
+    stages = {**stages_by_name, "filter": stages_by_name["read"]}
+    return [(name, stages[name].count(what)) for name, what in events.items() if name in stages]
+
+
+def _contamination(stages: Stages, stages_by_name: Mapping[str, Done]) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = defaultdict(list)
+    if "decontaminate" in stages_by_name:
+        for record in stages.read_records("decontaminate/removed"):
+            names[record["because"]].append(_place_name(record))
+    return names
+
+
+def _topics(stages: Stages, clusters: str, index: Sequence[Mapping[str, Any]]) -> list[Topic]:
+    """Return the first clusters of each task by id, with their terms."""
+    ids_by_task: dict[str, list[str]] = defaultdict(list)
+    for record in index:
+        if len(ids_by_task[record["task"]]) < TOPICS:
+            ids_by_task[record["task"]].append(record["id"])
+    ids = [name for task in sorted(ids_by_task) for name in ids_by_task[task]]
+    background_ids = [record["id"] for record in index if record["id"] not in ids][:BACKGROUND]
+    clusters_by_id: dict[str, Any] = {
+        c["id"]: c for c in stages.read_records(clusters, ids={*ids, *background_ids})
+    }
+    texts = {name: [d["text"] for d in c["documents"]] for name, c in clusters_by_id.items()}
+    background = [text for name in background_ids for text in texts[name]]
+    terms = top_terms([texts[name] for name in ids], background, TERMS)
+    return [Topic(clusters_by_id[name], words) for name, words in zip(ids, terms, strict=True)]
+
+
+def _main_source(point: Mapping[str, Any]) -> str:
+    """Return the source of most documents of a cluster; the first by name on ties."""
+    counts = Counter(document["source"] for document in point["documents"])
+    return min(counts, key=lambda source: (-counts[source], source))
+
+
+def write_page(folder: str, content: Content) -> None:
     """Write report.html into a folder on any file system that Beam supports."""
     with FileSystems.create(FileSystems.join(folder, REPORT), mime_type="text/html") as file:
         file.write(render(content).encode("utf-8", "replace"))
@@ -176,15 +264,14 @@ def place_points(vectors: np.ndarray) -> np.ndarray:
     Uses t-SNE, initialized with PCA, for at least 50 vectors, and PCA alone for fewer. Runs in one
     thread, so that sums have a fixed order.
     """
-    if not np.size(vectors):
+    if len(vectors) < 2 or not np.size(vectors):
         return np.zeros((len(vectors), 2))
-    with threadpool_limits(1):
-        centered = np.asarray(vectors, np.float64) - np.mean(vectors, axis=0, keepdims=True)
-        left, sizes, right = np.linalg.svd(centered, full_matrices=False)
-        # The sign of an axis is arbitrary; makes its largest component positive.
-        largest = np.abs(right).argmax(axis=1, keepdims=True)
-        reduced = left * sizes * np.sign(np.take_along_axis(right, largest, axis=1)).T
+    # The division by a variance of 0, of equal vectors, is not used.
+    with threadpool_limits(1), np.errstate(invalid="ignore"):
+        pca = PCA(svd_solver="full")
+        reduced = pca.fit_transform(np.asarray(vectors, np.float64))
         # scikit-learn's t-SNE crashes if all vectors are equal up to rounding.
+        sizes = pca.singular_values_
         equal = sizes[0] <= 1e-6 * np.linalg.norm(vectors)
         if len(reduced) < _TSNE_FROM or len(sizes) < 2 or equal:
             return np.pad(reduced, ((0, 0), (0, 2)))[:, :2]
@@ -238,11 +325,11 @@ def _by_reason(skipped: Iterable[Removed]) -> dict[str, list[str]]:
     names = defaultdict(list)
     for removed in skipped:
         because = removed["because"] and f" ({_cut(removed['because'], EXAMPLE_CHARACTERS)})"
-        names[removed["reason"]].append(place_name(removed) + because)
+        names[removed["reason"]].append(_place_name(removed) + because)
     return names
 
 
-def place_name(item: Mapping[str, Any]) -> str:
+def _place_name(item: Mapping[str, Any]) -> str:
     """Return "SOURCE:PLACE, part N" of a document or a Removed."""
     part = f", part {item['part']}" if item["part"] else ""
     return f"{item['source']}:{item['place']}{part}"
@@ -254,7 +341,7 @@ def _beginnings(cluster: AssignedCluster) -> list[tuple[str, str]]:
     for document in cluster["documents"][:EXAMPLE_DOCUMENTS]:
         # Five times the characters shown, because runs of white space shrink.
         text = " ".join(document["text"][: 5 * EXAMPLE_CHARACTERS].split())
-        beginnings.append((place_name(document), _cut(text, EXAMPLE_CHARACTERS)))
+        beginnings.append((_place_name(document), _cut(text, EXAMPLE_CHARACTERS)))
     return beginnings
 
 

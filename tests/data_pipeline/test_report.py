@@ -11,15 +11,13 @@ from sklearn.decomposition import PCA
 
 from data_pipeline import report
 from data_pipeline.records import AssignedCluster, Count, Removed, digest, make_document
-from data_pipeline.report import Content, Topic, place_points, render, top_terms, write_report
+from data_pipeline.report import Content, Topic, place_points, render, top_terms, write_page
 
 EVIL = """<script>a("1")</script>&'$x$"""
 
 EMPTY = Content(
-    title="Empty",
-    config={},
+    config={"seed": 0},
     versions={},
-    seed=0,
     stages=[],
     funnel=[],
     lengths_before={},
@@ -61,10 +59,8 @@ def content() -> Content:
     clusters = [make_cluster(f"c{number}", ["One text.", "Two"]) for number in range(12)]
     clusters[0]["documents"][1]["source"] = "web"
     return Content(
-        title="A build",
-        config={"dedup": {"bands": 16}},
+        config={"seed": 7, "dedup": {"bands": 16}},
         versions={"jax": "0.1"},
-        seed=7,
         stages=[
             (
                 "filter",
@@ -226,8 +222,7 @@ def test_every_text_is_escaped(content):
     )
     evil = dataclasses.replace(
         content,
-        title=EVIL + "title",
-        config={EVIL + "key": EVIL + "value"},
+        config={"seed": 0, EVIL + "key": EVIL + "value"},
         versions={EVIL + "package": EVIL + "version"},
         stages=[(EVIL + "stage", [Count(what=EVIL + "what", source=EVIL + "by", number=1)])],
         funnel=[(EVIL + "f", 1)],
@@ -242,7 +237,7 @@ def test_every_text_is_escaped(content):
     assert "<script" not in text
     page = BeautifulSoup(text, "html.parser")
     shown = page.get_text().replace('\\"', '"')  # in JSON a quote has a backslash
-    words = "title key value package version stage what by task reason file because benchmark fell"
+    words = "key value package version stage what by task reason file because benchmark fell"
     for word in (words + " pool source place text").split():
         assert EVIL + word in shown, word
     # The same holds in plots, where "$" does not begin a formula.
@@ -316,11 +311,11 @@ def test_single_and_extreme_values_are_plotted(content):
 
 
 def test_report_is_written_in_utf8(tmp_path):
-    odd = dataclasses.replace(EMPTY, title="broken \ud800")
-    write_report(str(tmp_path / "folder"), odd)
+    odd = dataclasses.replace(EMPTY, versions={"broken \ud800": "1"})
+    write_page(str(tmp_path / "folder"), odd)
     text = (tmp_path / "folder" / "report.html").read_text("utf-8")
     assert text == render(odd).replace("\ud800", "?")
-    assert "<title>broken ?</title>" in text
+    assert "<td>broken ?</td>" in text
 
 
 def test_top_terms_distinguish_clusters():
