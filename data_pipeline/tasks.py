@@ -7,7 +7,7 @@ their order does not matter. All other clusters are counted and removed.
 
 from __future__ import annotations
 
-import itertools
+import bisect
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,8 +64,15 @@ def assign_tasks(clusters: Mapping[str, str], config: TasksConfig) -> dict[str, 
     tasks = [task for task in config.tasks if any(task in pool.split("+") for pool in pools)]
     for task in sorted(set(config.tasks) - set(tasks)):
         log.warning("no cluster can serve %s: it gets none", task)
-    each = _max_clusters_per_task(sizes, tasks)
-    if not each:
+    pool_sizes = [sizes[pool] for pool in pools]
+    limit = sum(pool_sizes) // max(1, len(tasks))
+    # The flow fills every task up to some number of clusters, and not beyond it.
+    each = bisect.bisect_left(
+        range(1, limit + 1),
+        True,
+        key=lambda number: _shares(pool_sizes, pools, tasks, number).sum() < number * len(tasks),
+    )
+    if not each or not tasks:
         raise ValueError(
             f"tasks: too few clusters to give one to each of {tasks or list(config.tasks)}; "
             f"there are {dict(sorted(sizes.items()))}"
@@ -76,7 +83,7 @@ def assign_tasks(clusters: Mapping[str, str], config: TasksConfig) -> dict[str, 
                 "%d clusters a task, not %d: there are no more", each, config.clusters_per_task
             )
         each = min(each, config.clusters_per_task)
-    shares = _shares([sizes[pool] for pool in pools], pools, tasks, each)
+    shares = _shares(pool_sizes, pools, tasks, each)
     assignment: dict[str, str] = {}
     for pool, row in zip(pools, shares, strict=True):
         ids = [name for name, its_pool in clusters.items() if its_pool == pool]
@@ -102,27 +109,10 @@ def make_tasks(
     return {name: assigned[name] for name in ("tasks", "removed", "counts")}
 
 
-def _max_clusters_per_task(sizes: Mapping[str, int], tasks: Sequence[str]) -> int:
-    """Return the largest number of clusters that every task can get at once.
-
-    By Hall's theorem it is the minimum over all sets of tasks of: the number of clusters that can
-    serve any task of the set, divided by the size of the set, rounded down.
-    """
-    # 2^n - 1 sets of n tasks, at most 15: there are four tasks.
-    limits = []
-    for count in range(1, len(tasks) + 1):
-        for task_set in itertools.combinations(tasks, count):
-            cluster_counts = [
-                n for pool, n in sizes.items() if not set(task_set).isdisjoint(pool.split("+"))
-            ]
-            limits.append(sum(cluster_counts) // count)
-    return min(limits, default=0)
-
-
 def _shares(
     sizes: Sequence[int], pools: Sequence[str], tasks: Sequence[str], each: int
 ) -> np.ndarray:
-    """Solve a maximum flow: number of clusters from pool to task, int [pools, tasks]."""
+    """Solve a maximum flow: clusters from pool to task, at most `each` a task; [pools, tasks]."""
     first_task = 1 + len(pools)
     sink = first_task + len(tasks)
     room = np.zeros((sink + 1, sink + 1), np.int32)
