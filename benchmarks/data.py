@@ -96,7 +96,7 @@ class Dedup(BenchmarkCommand):
                 "dedup", {}, dedup, [filtered], documents="filter/documents"
             )
             peak = peak_bytes()
-            removed = stages.read_records("dedup/removed")
+            removed = list(stages.read_records("dedup/removed"))
         near_removals = {
             (r["place"], r["because"]) for r in removed if r["reason"] == "near duplicate"
         }

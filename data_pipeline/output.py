@@ -27,8 +27,6 @@ from typing import Any, NamedTuple, cast
 
 import apache_beam as beam
 import numpy as np
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import tensorflow_datasets as tfds
 from apache_beam.io.filesystems import FileSystems
 from array_record.python.array_record_module import ArrayRecordWriter
@@ -127,17 +125,15 @@ def write_output(
 def read_index(stages: Stages, clusters: str) -> list[dict[str, Any]]:
     """Read {"id", "task", "tokens", "documents": number} of all clusters, sorted by id.
 
-    Needs about 100 bytes a document. Raises ValueError like `write_output`.
+    Raises ValueError like `write_output`.
     """
-    # One small column per document instead of the texts; only its lists' lengths are used.
+    # One small column per document instead of the texts.
     columns = ["id", "task", "tokens", "documents.list.element.part"]
-    index: list[dict[str, Any]] = []
-    for path in stages.files(clusters):
-        with FileSystems.open(path) as file:
-            table = pq.ParquetFile(file).read(columns=columns)
-        number = table.column_names.index("documents")
-        lengths = pc.call_function("list_value_length", [table["documents"]])
-        index += table.set_column(number, "documents", lengths).to_pylist()
+    fields = ("id", "task", "tokens")
+    index = [
+        {name: record[name] for name in fields} | {"documents": len(record["documents"])}
+        for record in stages.read_records(clusters, columns)
+    ]
     if not index:
         raise ValueError(f"{clusters}: there is no cluster to write")
     index.sort(key=lambda record: record["id"])

@@ -148,7 +148,7 @@ def write_report(
         cluster_sizes={pool: by_name["cluster"].histogram("cluster size", pool) for pool in pools},
         cluster_tokens=Counter(record["tokens"] for record in index),
         clusters_by_task=Counter(record["task"] for record in index),
-        skipped=cast(Any, stages.read_records("read/removed")),
+        skipped=cast(Any, list(stages.read_records("read/removed"))),
         contamination=_contamination(stages, by_name),
         topics=_topics(stages, clusters, index),
         map_ids=[point["id"] for point in points],

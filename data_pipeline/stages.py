@@ -17,7 +17,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -223,13 +223,12 @@ class Stages:
         table: str,
         columns: Sequence[str] | None = None,
         ids: Container[str] | None = None,
-    ) -> list[dict[str, Any]]:
-        """Read the records of a finished "STAGE/TABLE" into memory, in any order.
+    ) -> Iterator[dict[str, Any]]:
+        """Iterate over the records of a finished "STAGE/TABLE", in any order, a few in memory.
 
         `columns` and `ids` select; None keeps all. A column may be a part of a column, such as
         "documents.list.element.source".
         """
-        records = []
         for path in [] if self.only_check else self.files(table):
             with FileSystems.open(path) as file:
                 for batch in pq.ParquetFile(file).iter_batches(BATCH, columns=columns):
@@ -237,8 +236,7 @@ class Stages:
                     if ids is not None:
                         keep = pa.array([name in ids for name in batch["id"].to_pylist()])
                         batch = batch.filter(keep)
-                    records += batch.to_pylist()
-        return records
+                    yield from batch.to_pylist()
 
     def rows(self, table: str) -> int:
         """Return the number of rows of a "STAGE/TABLE", from the footers of its files."""

@@ -25,6 +25,7 @@ from typing import Any
 from absl import flags
 from etils import epath
 
+from spell_jax.data import row_files
 from spell_jax.data.text_files import Unusable
 from spell_jax.runtime import paths
 
@@ -40,7 +41,6 @@ _NAME = re.compile(r"tfds:(?P<name>\w+)(/(?P<config>[\w.-]+))?(:[\d*]+(\.[\d*]+)
 _NAMED = 10  # sets, configs or features that an error lists
 _FRAME = struct.Struct("<QI")  # head of a TFRecord: length of the record, checksum of the length
 _CHECKSUM = 4  # bytes after the record
-_ROWS = 64  # rows of a Parquet shard in memory at a time
 
 
 @dataclass(frozen=True)
@@ -309,11 +309,9 @@ def _read_array_records(path: Path) -> Iterator[bytes]:
 
 
 def _read_parquet_records(path: Path) -> Iterator[bytes]:
-    import pyarrow.parquet as pq  # here, because most runs read no Parquet file
-
-    with pq.ParquetFile(path) as table:
-        for batch in table.iter_batches(_ROWS, columns=["data"]):  # as TFDS names the column
-            yield from batch.column(0).to_pylist()
+    with path.open("rb") as file:
+        # As TFDS names the column.
+        yield from (row["data"] for row in row_files.parquet_rows(file, ["data"]))
 
 
 def _read_tf_records(path: Path) -> Iterator[bytes]:

@@ -94,7 +94,7 @@ def test_every_input_file_is_accounted_for(finished_build):
     assert used + counts["tasks"]["documents removed: left over"] == 162
     clusters = built.BuiltClusters(out)
     assert used == sum(len(c.documents) for c in clusters.read(list(clusters.tasks)))
-    skipped = Stages(str(out / "stages")).read_records("read/removed")
+    skipped = list(Stages(str(out / "stages")).read_records("read/removed"))
     assert [(r["reason"], r["source"], r["place"]) for r in skipped] == [
         ("of another type", "web", "odd.bin")
     ]
@@ -105,7 +105,7 @@ def test_duplicates_and_contaminated_texts_are_removed(finished_build):
     clusters = built.BuiltClusters(finished_build[1])
     texts = [t for c in clusters.read(list(clusters.tasks)) for t in c.documents]
     assert len(set(texts)) == len(texts)
-    fallen = Stages(str(finished_build[1] / "stages")).read_records("decontaminate/removed")
+    fallen = list(Stages(str(finished_build[1] / "stages")).read_records("decontaminate/removed"))
     assert sorted((r["place"], r["because"]) for r in fallen) == [
         ("1-07.txt", "exam:document"),
         ("asks.txt", "exam:question"),

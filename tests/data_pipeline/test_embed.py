@@ -54,7 +54,7 @@ def run(
     stages = Stages(str(folder), options)
     make = functools.partial(embed.make_embed, total=len(corpus), config=config)
     stage = stages.run_stage("embed", {}, make, (), embed.BALANCES, documents="given/documents")
-    embedded_documents: list = stages.read_records("embed/documents")
+    embedded_documents: list = list(stages.read_records("embed/documents"))
     return (
         {d["id"]: np.frombuffer(d["vector"], np.float32) for d in embedded_documents},
         embedded_documents,

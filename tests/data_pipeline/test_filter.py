@@ -99,7 +99,7 @@ def test_predicate_errors_are_counted_and_listed(predicates: str, tmp_path: Path
         ("predicate failed", "s", "p1", 1),
     ]
     assert removed[0]["because"] == "ValueError: place ? p0"
-    assert stages.read_records("filter/documents") == [documents[-1]]
+    assert list(stages.read_records("filter/documents")) == [documents[-1]]
 
 
 def _make(pipeline, documents, configs):

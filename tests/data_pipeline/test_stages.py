@@ -43,7 +43,7 @@ def test_tables_pass_from_stage_to_stage(tmp_path):
     assert texts_of(stages) == ["ONE!", "TWO!"]
     assert (first.count("made"), second.count("loud"), second.count("made")) == (2, 2, 0)
     assert second.count("loud", "s") == 2 and second.count("loud", "other") == 0
-    assert stages.read_records("shout/documents", ["place"])[0].keys() == {"place"}
+    assert next(stages.read_records("shout/documents", ["place"])).keys() == {"place"}
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_failed_stage_is_not_marked_done(tmp_path):
 def test_empty_table_is_read_as_empty(tmp_path):
     stages = Stages(str(tmp_path / "stages"))
     _, second = run_both(stages, texts=())
-    assert stages.read_records("shout/documents") == [] and second.counts == ()
+    assert list(stages.read_records("shout/documents")) == [] and second.counts == ()
 
 
 @pytest.mark.slow
