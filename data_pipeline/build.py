@@ -182,11 +182,11 @@ def run_stages(plan: BuildPlan, stages: Stages) -> tuple[list[Done], dict[str, d
     make = functools.partial(dedup.make_dedup, config=plan.dedup)
     documents = run_module(dedup, plan.dedup, make, "read/documents")
     if items:
-        read_items = decontaminate.store_items(stages, items)
-        arguments = {"read_items": read_items, "dedup": plan.dedup, "config": plan.decontaminate}
+        stored_items = decontaminate.store_items(stages, items)
+        arguments = {"stages": stages, "dedup": plan.dedup, "config": plan.decontaminate}
         make = functools.partial(decontaminate.make_decontaminate, **arguments)
-        # The graph holds a function that reads the texts; the fingerprint must know the texts.
-        extra = {"items": decontaminate.fingerprint(items), "dedup": dataclasses.asdict(plan.dedup)}
+        # The graph does not hold the texts; the fingerprint must know them.
+        extra = {"items": stored_items.fingerprint, "dedup": dataclasses.asdict(plan.dedup)}
         documents = run_module(decontaminate, plan.decontaminate, make, documents, **extra)
     reports = {name: s.max_report_tokens for name, s in plan.sources.items() if s.max_report_tokens}
     make = functools.partial(cut.make_cut, config=plan.cut, reports=reports)

@@ -12,9 +12,8 @@ import io
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import apache_beam as beam
@@ -25,7 +24,7 @@ from apache_beam.utils.shared import Shared
 from data_pipeline import balance, layouts, signatures
 from data_pipeline.dedup import DedupConfig
 from data_pipeline.records import BenchmarkText, Document, digest, event, removed
-from data_pipeline.stages import Stages
+from data_pipeline.stages import Done, Stages
 from spell_jax.data import row_files
 
 SUFFIXES = (".txt", *row_files.KINDS)
@@ -114,26 +113,14 @@ def read_benchmarks(benchmarks: Mapping[str, BenchmarkConfig]) -> list[Benchmark
     return sorted(items)
 
 
-def store_items(
-    stages: Stages, items: Sequence[BenchmarkText]
-) -> Callable[[], list[BenchmarkText]]:
-    """Store the texts beside the stages; return the function with which workers read them."""
-    stages.store("benchmarks", "items", [item._asdict() for item in items])
-    return partial(_read_items, stages)
-
-
-def _read_items(stages: Stages) -> list[BenchmarkText]:
-    return [BenchmarkText(**record) for record in stages.read_records("benchmarks/items")]
-
-
-def fingerprint(items: Sequence[BenchmarkText]) -> str:
-    """Return a hash of the items' benchmarks, kinds and ids: 32 hexadecimal digits."""
-    return digest(*(part for item in items for part in item[:3]))
+def store_items(stages: Stages, items: Sequence[BenchmarkText]) -> Done:
+    """Store the texts beside the stages, for the workers."""
+    return stages.store("benchmarks", "items", (item._asdict() for item in items))
 
 
 def make_decontaminate(
     documents: beam.PCollection,
-    read_items: Callable[[], Sequence[BenchmarkText]],
+    stages: Stages,
     dedup: DedupConfig,
     config: DecontaminateConfig,
 ) -> dict[str, beam.PCollection]:
@@ -141,11 +128,11 @@ def make_decontaminate(
 
     Events by source: "documents read", "documents kept", "documents removed: contaminated by
     BENCHMARK". "removed" has the reason "contaminated" and the cause "BENCHMARK:document" or
-    "BENCHMARK:question". Each worker calls `read_items` once: the graph of the pipeline does not
-    contain the texts.
+    "BENCHMARK:question". Each worker reads the texts that `store_items` wrote: the graph of the
+    pipeline does not contain them.
     """
     tables: Any = documents | "search documents" >> beam.ParDo(
-        _Find(read_items, dedup, config)
+        _Find(stages, dedup, config)
     ).with_outputs("removed", "counts", main="documents")
     return {table: tables[table] for table in ("documents", "removed", "counts")}
 
@@ -213,19 +200,15 @@ class _Postings:
 class _Find(beam.DoFn):
     """Filter of documents that keeps a document if it matches no benchmark."""
 
-    def __init__(
-        self,
-        read_items: Callable[[], Sequence[BenchmarkText]],
-        dedup: DedupConfig,
-        config: DecontaminateConfig,
-    ):
-        self.read_items, self.configs, self.shared = read_items, (dedup, config), Shared()
+    def __init__(self, stages: Stages, dedup: DedupConfig, config: DecontaminateConfig):
+        self.stages, self.configs, self.shared = stages, (dedup, config), Shared()
 
     def setup(self) -> None:
         self.index = self.shared.acquire(self._make_index)  # one copy per process
 
     def _make_index(self) -> Index:
-        return Index(sorted(self.read_items()), *self.configs)
+        records = self.stages.read_records("benchmarks/items")
+        return Index(sorted(BenchmarkText(**record) for record in records), *self.configs)
 
     def process(self, document: Document) -> Iterator[Any]:
         source = document["source"]

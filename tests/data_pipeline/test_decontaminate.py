@@ -13,7 +13,6 @@ from data_pipeline.decontaminate import (
     BenchmarkText,
     DecontaminateConfig,
     Index,
-    fingerprint,
     make_decontaminate,
     read_benchmarks,
     store_items,
@@ -180,9 +179,7 @@ def test_benchmarks_are_read_from_folders_and_patterns(tmp_path):
     pattern = BenchmarkConfig(f"file://{tmp_path}/deep/*/*.json", ("c",), ("q",))
     all_items = read_benchmarks({"two": pattern, "one": folder})
     assert len(all_items) == 6 and all_items == sorted(all_items)
-    assert fingerprint(all_items) == fingerprint(read_benchmarks({"one": folder, "two": pattern}))
-    assert fingerprint(all_items) != fingerprint(items)
-    assert fingerprint(items) != fingerprint([item._replace(benchmark="two") for item in items])
+    assert all_items == read_benchmarks({"one": folder, "two": pattern})
     assert read_benchmarks({}) == []
 
 
@@ -313,7 +310,8 @@ def test_stage_removes_and_counts_contaminated_documents(tmp_path):
         pq.write_table(table, folder / "read" / "documents-0.parquet")
         stages = Stages(str(folder), options)
         settings = {"dedup": DedupConfig(), "config": DecontaminateConfig()}
-        make = partial(make_decontaminate, read_items=store_items(stages, items), **settings)
+        store_items(stages, items)
+        make = partial(make_decontaminate, stages=stages, **settings)
         stage = stages.run_stage(
             "decontaminate", {}, make, (), BALANCES, documents="read/documents"
         )
