@@ -222,6 +222,9 @@ def _strings(value: Any) -> Iterator[list[str]]:
                 yield from _strings(part)
 
 
+# No library for this: trafilatura drops most rows of a filing's tables, html2text and inscriptis
+# half of them. A tree loses deeply nested pages (lxml), needs minutes for one (selectolax), or is
+# slow to change into rows "| a | b |" (resiliparse).
 class _Page(HTMLParser):
     """HTML parser that collects the visible text, in linear time at any nesting depth.
 

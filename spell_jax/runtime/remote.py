@@ -14,6 +14,11 @@ only what is missing. Of a folder, only changed files are read again.
 fsspec reads the URLs: it has every protocol (s3://, hf://, https://), and it is what epath uses for
 gs://. Workdirs need epath (paths.py), because they are written in place. Data and weights need
 local files, because safetensors, SentencePiece and ArrayRecord open nothing else.
+
+fsspec's own caches, filecache and simplecache, are no replacement. Both wait for ever for a server
+that does not answer, end at the first broken connection, keep a file that was cut off, mix two
+versions of a folder that changes, and give files hashes for names. Neither notices a changed file
+at an https:// URL. simplecache also takes the half file of a killed process for a complete one.
 """
 
 from __future__ import annotations
