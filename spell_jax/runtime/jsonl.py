@@ -207,11 +207,11 @@ def bounded_lines(stream: Any, longest: int, largest: float = math.inf) -> Itera
         yield None
 
 
-def uncompressed(file: IO[bytes], compression: str) -> Any:
+def uncompressed(file: IO[bytes] | io.RawIOBase, compression: str) -> Any:
     """Return a buffered stream of an open file, unpacked for the compression ".gz" or ".zst"."""
     if compression == ".gz":
-        return gzip.GzipFile(fileobj=file)
-    elif compression == ".zst":
+        return gzip.GzipFile(fileobj=cast(Any, file))
+    if compression == ".zst":
         import pyarrow  # here, because the other compressions do not need it
 
         return io.BufferedReader(cast(Any, pyarrow.CompressedInputStream(file, "zstd")))
