@@ -127,6 +127,13 @@ class AlgorithmConfig:
         """Names of the frozen copies of the first policy that the algorithm asks."""
         return ()
 
+    def renewed_copies(self, step: int) -> Sequence[str]:
+        """Return names of frozen copies that the policy's weights of this step replace.
+
+        The trainer asks after each step, and renews those of Algorithm.model_names.
+        """
+        return ()
+
     def budgets(self) -> Sequence[RolloutBudget]:
         """Return upper bounds on the samples of a step, or of a round; launch.check prints them."""
         return ()

@@ -1,9 +1,10 @@
-"""Trainer: from a config to a run; its loop, its state, and what it saves.
+"""Trainer: from a config to a run; its loop, its states, and what it saves.
 
 Public names:
   loop.train: self-play or any other registered algorithm, from a config to saved policies.
   supervised.fine_tune: supervised tuning on rows.
   build.make_run, build.Run: models, data and algorithm of a config.
+  state.States: weights and optimizers of a run's models after a step.
   export.export: the policy of a checkpoint as a folder in Hugging Face's layout.
 
 Must not import: entry points.

@@ -13,7 +13,7 @@ from spell_jax.reporting import paired, run_report, tables
 from spell_jax.runtime.jsonl import read_json, write_json
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.trainer.build import Run
-from spell_jax.trainer.state import RolloutParams, save_model
+from spell_jax.trainer.state import RolloutParams, States, save_model
 
 log = logging.getLogger(__name__)
 
@@ -21,72 +21,66 @@ log = logging.getLogger(__name__)
 _STEP = 0
 
 
-class HeldOut:
-    """The run's held-out evaluation; it does nothing where the data holds nothing out."""
+def validate(run: Run, states: States, step: int, metrics: Metrics) -> float | None:
+    """Add accuracies to the metrics every validate_every steps; return a score or None."""
+    every = run.config.validate_every
+    # Without an evaluation there is no score, so no best/ and no best checkpoint either.
+    if run.evaluation is None or not every or step % every:
+        return None
+    run.worker.start_step(_STEP, RolloutParams(run, states))
+    score, numbers = run.evaluation.quick(run.worker)
+    run.worker.end_step()
+    for name, value in numbers.items():
+        metrics.add(f"eval/{name}", value)
+    metrics.merge(_truncated(run), "eval/truncated/")
+    return score
 
-    def __init__(self, run: Run, states: dict[str, Any], workdir: epath.Path):
-        self._run, self._states, self._workdir = run, states, workdir
-        self._is_writer = jax.process_index() == 0
 
-    def validate(self, step: int, metrics: Metrics) -> float | None:
-        """Add accuracies to the metrics every validate_every steps; return a score or None."""
-        run, every = self._run, self._run.config.validate_every
-        # Without an evaluation there is no score, so no best/ and no best checkpoint either.
-        if run.evaluation is None or not every or step % every:
-            return None
-        run.worker.start_step(_STEP, RolloutParams(run, self._states))
-        score, numbers = run.evaluation.quick(run.worker)
-        run.worker.end_step()
-        for name, value in numbers.items():
-            metrics.add(f"eval/{name}", value)
-        metrics.merge(self._truncated(), "eval/truncated/")
-        return score
+def _truncated(run: Run) -> dict[str, tuple[float, float]]:
+    """Return agent -> (replies that the token cap cut off, all replies)."""
+    counts, prefix = run.worker.metrics.pairs(), "truncated/"
+    names = [name for name in counts if name.startswith(prefix)]
+    return {name.removeprefix(prefix): counts[name] for name in names}
 
-    def _truncated(self) -> dict[str, tuple[float, float]]:
-        """Return agent -> (replies that the token cap cut off, all replies)."""
-        counts, prefix = self._run.worker.metrics.pairs(), "truncated/"
-        names = [name for name in counts if name.startswith(prefix)]
-        return {name.removeprefix(prefix): counts[name] for name in names}
 
-    def evaluate(self, when: str) -> None:
-        """Add a full evaluation to evaluation.json under "before" or "after"."""
-        run = self._run
-        if run.evaluation is None:
-            return
-        run.worker.start_step(_STEP, RolloutParams(run, self._states))
-        result, answers = run.evaluation.full(run.worker)
-        run.worker.end_step()
-        # Agents without replies have no share.
-        counts = {agent: pair for agent, pair in self._truncated().items() if pair[1]}
-        shares = {
-            agent: share([True] * int(cut) + [False] * int(replies - cut))
-            for agent, (cut, replies) in counts.items()
-        }
-        result = result | {"replies truncated at their cap": {"share": shares}}
-        path = self._workdir / tables.EVALUATION_FILE
-        # "before" stays when "after" is added by a later call, for example after a resume.
-        if self._is_writer:
-            write_json(path, _read_earlier(path) | {when: result})
-            if answers:
-                paired.write_answers(self._workdir, when, answers)
+def evaluate(run: Run, states: States, workdir: epath.Path, when: str) -> None:
+    """Add a full evaluation to evaluation.json under "before" or "after"; if data is held out."""
+    if run.evaluation is None:
+        return
+    run.worker.start_step(_STEP, RolloutParams(run, states))
+    result, answers = run.evaluation.full(run.worker)
+    run.worker.end_step()
+    # Agents without replies have no share.
+    counts = {agent: pair for agent, pair in _truncated(run).items() if pair[1]}
+    shares = {
+        agent: share([True] * int(cut) + [False] * int(replies - cut))
+        for agent, (cut, replies) in counts.items()
+    }
+    result = result | {"replies truncated at their cap": {"share": shares}}
+    path = workdir / tables.EVALUATION_FILE
+    # "before" stays when "after" is added by a later call, for example after a resume.
+    if jax.process_index() == 0:
+        write_json(path, _read_earlier(path) | {when: result})
+        if answers:
+            paired.write_answers(workdir, when, answers)
 
-    def finish(self) -> None:
-        """Evaluate a last time, save the trained models, plot, and print before and after."""
-        run, workdir = self._run, self._workdir
-        if run.config.evaluate:
-            self.evaluate("after")
-        for name in run.trained:
-            save_model(run, self._states, name, workdir / name)
-        # Saving weights needs all hosts, plots and tables only one.
-        if not self._is_writer:
-            return
-        plots = run_report.plot_run(workdir)
-        if evaluation := tables.read_evaluation(workdir):
-            print(tables.before_after_table(*evaluation))
-            if table := paired.table([workdir]):
-                print(f"\n{table}")
-        print(f"\nmetrics   {workdir / 'metrics.jsonl'}\nepisodes  {workdir / 'episodes'}")
-        print(f"policy    {workdir / 'policy'}\nplots     " + "\n          ".join(map(str, plots)))
+
+def finish(run: Run, states: States, workdir: epath.Path) -> None:
+    """Evaluate a last time, save the trained models, plot, and print before and after."""
+    if run.config.evaluate:
+        evaluate(run, states, workdir, "after")
+    for name in run.trained:
+        save_model(run, name, states, workdir / name)
+    # Saving weights needs all hosts, plots and tables only one.
+    if jax.process_index() != 0:
+        return
+    plots = run_report.plot_run(workdir)
+    if evaluation := tables.read_evaluation(workdir):
+        print(tables.before_after_table(*evaluation))
+        if table := paired.table([workdir]):
+            print(f"\n{table}")
+    print(f"\nmetrics   {workdir / 'metrics.jsonl'}\nepisodes  {workdir / 'episodes'}")
+    print(f"policy    {workdir / 'policy'}\nplots     " + "\n          ".join(map(str, plots)))
 
 
 def _read_earlier(path: epath.Path) -> dict[str, Any]:

@@ -1,37 +1,33 @@
 """The training loop, the same for every algorithm.
 
+    states, step = first states, or the states of the last checkpoint
     while step < config.steps:
-        rollout = rollouts.take(step)                    # the algorithm samples episodes
-        update = step_update.start(rollout.groups)       # micro-batches of their training groups
-        rollouts.look_ahead(step + 1, update.advance)    # with staleness = 1, at the same time
-        numbers = step_update.finish(update)             # one or more optimizer steps
-        logger.write(step, metrics, episodes)
-        saver.save(step)                                 # every checkpoint_every steps
+        step += 1
+        rollout = rollouts.take(states, step)             # the algorithm samples episodes
+        update = StepUpdate(states, rollout.groups)       # micro-batches of their training groups
+        rollouts.look_ahead(states, step + 1, update.advance)  # with staleness = 1, meanwhile
+        states, numbers = update.finish()                 # one or more optimizer steps
+        files.write(step, states, metrics, episodes)      # every checkpoint_every a checkpoint
 
-A run that is started again on the same workdir resumes from its last checkpoint, to the bit.
+`States` never change: an update donates them and returns new ones. A run that is started again on
+the same workdir resumes from its last checkpoint, to the bit.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
-import jax
 from etils import epath
 
 from spell_jax.config import RunConfig, read, to_dict
-from spell_jax.runtime import distributed, entry, fault_injection, paths, setup, workdir_lock
-from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime import paths, setup, workdir_lock
 from spell_jax.runtime.config import Config
-from spell_jax.runtime.peers import announced
-from spell_jax.runtime.preemption import Preemption
-from spell_jax.runtime.run_logger import RunLogger
-from spell_jax.trainer import state, step_update
+from spell_jax.trainer import held_out, state, step_update
 from spell_jax.trainer.build import Run, make_run
-from spell_jax.trainer.held_out import HeldOut
 from spell_jax.trainer.rollouts import Rollouts
-from spell_jax.trainer.saver import Saver, saving_on_disk_errors
+from spell_jax.trainer.run_files import RunFiles
+from spell_jax.trainer.state import States
+from spell_jax.trainer.step_update import StepUpdate
 
 
 def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
@@ -51,77 +47,52 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
     run = make_run(state.settle_dtypes(read(config), workdir))
     paths.make_workdir(workdir)
     with workdir_lock.locked(workdir):
-        with (
-            Preemption(run.config.preemption_limit_s) as preemption,
-            Checkpoints(workdir, run.config.keep_checkpoints, run.config.checkpoint_every) as store,
-            announced(),
-        ):
-            states, step, saved = state.restore_or_init(run, store)
-            entry.setup_done()  # from here on an error is a crash, not a mistake of the user
-            logger = make_logger(run, workdir, step, saved)
-            saver = Saver(run, states, store, logger, preemption, workdir)
-            saver.resume(step, saved)
-            with logger, setup.sparing_garbage_collector() as spare_long_lived:
-                _loop(run, states, workdir, logger, saver, step, spare_long_lived)
-        HeldOut(run, states, workdir).finish()
+        save_best = functools.partial(state.save_model, run, "policy")
+        log_options = {"episodes": run.config.episode_characters, "timer": run.timer}
+        with RunFiles(run.config, to_dict(run.config), workdir, save_best, **log_options) as files:
+            states = _train(run, files)
+        held_out.finish(run, states, workdir)
     return workdir
 
 
-def make_logger(run: Run, workdir: epath.Path, step: int, saved: dict[str, Any]) -> RunLogger:
-    """Make the run's logger after `step` steps; `saved` is the checkpoint's host state."""
-    config, fields = run.config, to_dict(run.config)
-    if jax.process_index() == 0:
-        setup.write_config(fields, workdir)
-    options = {"episodes": config.episode_characters, "wandb": config.wandb, "config": fields}
-    return RunLogger(workdir, config.steps, step, saved, timer=run.timer, **options)
-
-
-def _loop(
-    run: Run,
-    states: dict[str, Any],
-    workdir: epath.Path,
-    logger: RunLogger,
-    saver: Saver,
-    step: int,
-    spare_long_lived: Callable[[], None],
-) -> None:
+def _train(run: Run, files: RunFiles) -> States:
+    """Run the steps that are left, and return the last states, which are saved."""
     config = run.config
+    states, step, saved = state.restore_or_init(run, files.checkpoints)
+    files.begin(step, states, saved)
+    logger, rollouts = files.logger, Rollouts(run, files.should_stop)
     for name, model in run.trained.items():
-        model.learner.compile(states[name], states.get("reference") if name == "policy" else None)
-    held_out = HeldOut(run, states, workdir)
-    rollouts = Rollouts(run, states, saver.should_stop)
+        reference = states.frozen.get("reference") if name == "policy" else None
+        model.learner.compile(states.trained[name], reference)
     if step == 0 and config.evaluate:
         logger.enter("evaluate", 0)
-        held_out.evaluate("before")
+        held_out.evaluate(run, states, files.workdir, "before")
     logger.progress.limit(60 * config.max_minutes or None)
 
-    while rollouts.is_ahead or (step < config.steps and not logger.progress.is_over()):
-        step += 1
-        logger.enter("rollout", step - 1)
-        with setup.profiled(step in config.profile_steps, workdir):
-            rollout = rollouts.take(step)
-            fault_injection.point("rolled_out")
-            saver.stop_if_preempted(step - 1, rollouts.state_before(rollout))  # repeats this step
-            assert rollout is not None
+    with setup.sparing_garbage_collector() as spare_long_lived:
+        while rollouts.ahead or (step < config.steps and not logger.progress.is_over()):
+            step += 1
+            logger.enter("rollout", step - 1)
+            with setup.profiled(step in config.profile_steps, files.workdir):
+                rollout = rollouts.take(states, step)
+                # After a notice to stop, the run that resumes repeats this rollout.
+                files.stop_if_preempted(step - 1, states, rollouts.state_before(rollout))
+                assert rollout is not None
 
-            logger.enter("update", step - 1, rollout.progress())
-            update = step_update.start(run, states, rollout.groups)
-            if rollouts.may_look_ahead(step) and not logger.progress.is_over():
-                rollouts.look_ahead(step + 1, update.advance)
-            numbers = step_update.finish(run, states, rollout.groups, update, workdir, step)
-            fault_injection.point("updated")
-        spare_long_lived()  # the programs that the first step has compiled
-        state.refresh_reference_reader(config, states, step)
+                logger.enter("update", step - 1, rollout.progress())
+                update = StepUpdate(run, states, rollout.groups)
+                if rollouts.may_look_ahead(step) and not logger.progress.is_over():
+                    rollouts.look_ahead(states, step + 1, update.advance)
+                states, numbers = update.finish(files.workdir, step)
+            spare_long_lived()  # the programs that the first step has compiled
+            states = state.renew_copies(run, states, step)
 
-        logger.enter("validate", step)
-        metrics = step_update.metrics(run, rollout, numbers, rollouts.is_ahead)
-        score = held_out.validate(step, metrics)
-        logger.enter("write", step)
-        algorithm_state = rollouts.algorithm_state()
-        save = functools.partial(saver.save, step, algorithm_state, score=score)
-        # Written before the checkpoint, so that no checkpoint is ahead of metrics and episodes.
-        with saving_on_disk_errors(save, step), distributed.fail_together():
-            saver.write(step, metrics, rollout.records(run.algorithm), score)
-        save()
-        saver.stop_if_preempted(step, algorithm_state)
-    saver.save(step, run.algorithm.state_dict(), force=True)
+            logger.enter("validate", step)
+            metrics = step_update.metrics(run, rollout, numbers, rollouts.ahead is not None)
+            score = held_out.validate(run, states, step, metrics)
+            logger.enter("write", step)
+            algorithm_state = rollouts.state_before(rollouts.ahead)
+            episodes = rollout.records(run.algorithm)
+            files.write(step, states, algorithm_state, metrics, episodes, score)
+    files.save(step, states, run.algorithm.state_dict(), force=True)
+    return states

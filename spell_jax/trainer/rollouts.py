@@ -9,11 +9,12 @@ from typing import Any
 
 from spell_jax.algorithms.base import Algorithm, Annotation, records
 from spell_jax.learner import packing
+from spell_jax.runtime import fault_injection
 from spell_jax.runtime.finite import check_finite
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.trainer.build import Run
 from spell_jax.trainer.named_rewards import check_scores, named_rewards
-from spell_jax.trainer.state import RolloutParams
+from spell_jax.trainer.state import RolloutParams, States
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,21 +43,20 @@ class _Interrupted(Exception):
 class Rollouts:
     """Source of rollouts; at most one is kept ahead of the loop.
 
-    `states` are the run's states by model name (state.py), read when a rollout starts.
+    Attributes:
+      ahead: rollout of the next step, if it was made during the update of the current step.
     """
 
-    def __init__(self, run: Run, states: dict[str, Any], should_stop: Callable[[], bool]):
-        self._run, self._states, self._should_stop = run, states, should_stop
-        self._ahead: Rollout | None = None
+    def __init__(self, run: Run, should_stop: Callable[[], bool]):
+        self._run, self._should_stop = run, should_stop
+        self.ahead: Rollout | None = None
 
-    @property
-    def is_ahead(self) -> bool:
-        return self._ahead is not None
-
-    def take(self, step: int) -> Rollout | None:
+    def take(self, states: States, step: int) -> Rollout | None:
         """Return the step's rollout, made ahead or now; None if the rollout was abandoned."""
-        rollout, self._ahead = self._ahead, None
-        return rollout or self._roll_out(step, lambda: None)
+        rollout, self.ahead = self.ahead, None
+        rollout = rollout or self._roll_out(states, step, lambda: None)
+        fault_injection.point("rolled_out")
+        return rollout
 
     def may_look_ahead(self, step: int) -> bool:
         """Return whether the next step's rollout may run during this step's update.
@@ -67,19 +67,17 @@ class Rollouts:
         is_last = step == config.steps
         return bool(config.staleness) and not is_last and step % config.checkpoint_every != 0
 
-    def look_ahead(self, step: int, advance_update: Callable[[], None]) -> None:
+    def look_ahead(self, states: States, step: int, advance_update: Callable[[], None]) -> None:
         """Make a step's rollout, with an update's micro-batches between the sampler's calls."""
-        self._ahead = self._roll_out(step, advance_update)
-
-    def algorithm_state(self) -> dict[str, Any]:
-        """Return the algorithm's state after the current step, even if the next rollout is done."""
-        return self.state_before(self._ahead)
+        self.ahead = self._roll_out(states, step, advance_update)
 
     def state_before(self, rollout: Rollout | None) -> dict[str, Any]:
         """Return the algorithm's state before a rollout (None: abandoned, or not started)."""
         return rollout.state_before if rollout else self._run.algorithm.state_dict()
 
-    def _roll_out(self, step: int, advance_update: Callable[[], None]) -> Rollout | None:
+    def _roll_out(
+        self, states: States, step: int, advance_update: Callable[[], None]
+    ) -> Rollout | None:
         """Make a step's rollout; if abandoned, restore the algorithm's state and return None.
 
         `advance_update` is called whenever the device has been given its next sampler calls.
@@ -93,7 +91,7 @@ class Rollouts:
 
         clock, before = time.monotonic(), run.algorithm.state_dict()
         truncated = run.config.algorithm.truncated
-        worker.start_step(step, RolloutParams(run, self._states), between_calls, truncated)
+        worker.start_step(step, RolloutParams(run, states), between_calls, truncated)
         key = run.config.seed, step
         try:
             episodes = run.algorithm.rollout(worker, key, step)

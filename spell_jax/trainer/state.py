@@ -1,9 +1,8 @@
-"""The states of a run: initial, restored, saved, and the weights that a rollout uses.
+"""The states of a run: first, restored and saved ones, and the weights that a rollout uses.
 
-`states` is a dict by model name. The state of a trained model ("policy", and the names in the
-algorithm's `trained`) is a TrainState; the state of every other model is its weights. A model with
-a section of the config starts from its own folder. All others (the algorithm's "reference_reader",
-the loss's "reference") start as copies of the policy.
+The names of a run's models: "policy", the algorithm's `model_names`, and the loss's "reference". A
+model with a section of the config starts from its own folder. All others start as frozen copies of
+the policy.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -80,35 +79,112 @@ def _replace_auto(config: C, dtype_of: Callable[[str], str]) -> C:
     return dataclasses.replace(config, models=models)
 
 
-def restore_or_init(
-    run: Run, checkpoints: Checkpoints
-) -> tuple[dict[str, Any], int, dict[str, Any]]:
+@dataclasses.dataclass(frozen=True)
+class States:
+    """Weights of a run's models after a step, by name, with the optimizers of the trained models.
+
+    An update donates the buffers of the training states and returns new States. Reading `trained`
+    of the earlier States is then a RuntimeError, on every device and also after an empty update.
+
+    Attributes:
+      frozen: weights of the models that are not trained.
+    """
+
+    _trained: dict[str, update.TrainState]
+    frozen: Mapping[str, transformer.Params]
+
+    @property
+    def trained(self) -> Mapping[str, update.TrainState]:
+        """The training states of the trained models, "policy" among them."""
+        if not self._trained:
+            raise RuntimeError("an update has donated these states; use the States it returned")
+        return self._trained
+
+    def donate(self) -> dict[str, update.TrainState]:
+        """Take the training states out, for an update that overwrites their buffers."""
+        states = dict(self.trained)
+        self._trained.clear()
+        return states
+
+    def params(self, name: str) -> transformer.Params:
+        """Return a model's weights; of a trained model with LoRA, the adapters."""
+        return self.frozen[name] if name in self.frozen else self.trained[name].params
+
+    def tree(self) -> dict[str, Any]:
+        """Return the tree of a checkpoint: training states and weights, by name."""
+        return {**self.trained, **self.frozen}
+
+
+@dataclasses.dataclass(frozen=True)
+class HostState:
+    """State of a run besides its States; a checkpoint holds it as JSON.
+
+    Attributes:
+      config: fields of the run's config.
+      algorithm: Algorithm.state_dict() after the step; None in supervised tuning.
+      best: highest score of a validation so far, with weights in best/; None without one.
+      metrics: last lines of metrics.jsonl, in case the disk loses them.
+      episodes: episodes by step that are not on disk yet.
+      workdirs: folders of the run, the newest last.
+    """
+
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    algorithm: dict[str, Any] | None = None
+    best: float | None = None
+    metrics: Sequence[str] = ()
+    episodes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    workdirs: Sequence[str] = ()
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any], place: str, *required: str) -> HostState:
+        """Read what `to_json` returned; fields that older versions did not save have defaults.
+
+        ValueError that begins with `place` for an unknown field, or a missing one of `required`.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(saved.keys() - names):
+            raise ValueError(f"{place}: host state has {unknown}: is of a later version")
+        if missing := [name for name in required if saved.get(name) is None]:
+            raise ValueError(f"{place}: host state lacks {missing}: must be a run of train.py")
+        return cls(**saved)
+
+    def to_json(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def restore_or_init(run: Run, checkpoints: Checkpoints) -> tuple[States, int, HostState]:
     """Restore the states of the newest intact checkpoint, or make first states; log which.
 
-    Returns (states by model name, steps done, the checkpoint's host state or {}).
-    ValueError if the checkpoint has another seed or shape, or a later step than config.steps;
-    other errors as in Checkpoints.newest_intact and first_state.
+    Returns (states, steps done, the checkpoint's host state). ValueError if the checkpoint has
+    another seed or shape, or a later step than config.steps; other errors as in
+    Checkpoints.newest_intact and first_state.
     """
     step = checkpoints.newest_intact()
     if step is None:
-        return first_states(run), 0, {}
+        return first_states(run), 0, HostState()
     # The target has shapes and shardings of this mesh, which may differ from the saved run's mesh.
     target: dict[str, Any] = {}
     for name, model in run.own_models.items():
-        if model.policy.lora:  # the checkpoint has the adapters only
-            model.learner.freeze(load_weights(model.folder, model.learner))
+        freeze_base(model.learner, model.folder)
         state = model.learner.fns.abstract_state
         target[name] = state if name in run.trained else state.params
     # Copies of the policy have its shape, but weights of an earlier step: they are saved as well.
     target |= dict.fromkeys(run.copies, target["policy"].params)
-    states, saved = checkpoints.restore(step, target)
-    check_resumed(run.config, step, saved["config"])
-    run.algorithm.load_state_dict(saved["algorithm"])
+    arrays, saved = checkpoints.restore(step, target)
+    host_state = HostState.from_json(saved, f"checkpoint of step {step}", "config", "algorithm")
+    check_resumed(run.config, step, host_state.config)
+    assert host_state.algorithm is not None
+    run.algorithm.load_state_dict(host_state.algorithm)
     log.info("resumed at step %d", step)
     # Fields other than the seed may change between parts of a run. The log keeps a trace.
-    for change in changes(to_dict(run.config), saved["config"]):
+    for change in changes(to_dict(run.config), host_state.config):
         log.info("%s when it was saved", change)
-    return states, step, saved
+    return _from_tree(run, arrays), step, host_state
+
+
+def _from_tree(run: Run, tree: Mapping[str, Any]) -> States:
+    trained = {name: tree[name] for name in run.trained}
+    return States(trained, {name: tree[name] for name in tree if name not in trained})
 
 
 def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> None:
@@ -122,19 +198,20 @@ def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> Non
         )
 
 
-def first_states(run: Run) -> dict[str, Any]:
-    """Make the states before the first step, by model name; log how the run can be stopped."""
+def first_states(run: Run) -> States:
+    """Make the states before the first step; log how the run can be stopped."""
     c = run.config
     log.info(
         "%d updates of %s%s. Ctrl-C stops the run, and the same command goes on",
         *(c.steps, c.algorithm.name, ", after a held-out evaluation" if c.evaluate else ""),
     )
-    states: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     # Only trained models need an optimizer's moments. Of all others the weights alone are kept.
     for name, model in run.own_models.items():
-        state = first_state(run.config, name, model)
-        states[name] = state if name in run.trained else state.params
-    return states | {name: copy(states["policy"].params) for name in run.copies}
+        state = first_state(c, name, model)
+        tree[name] = state if name in run.trained else state.params
+    copies = {name: copy(tree["policy"].params) for name in run.copies}
+    return _from_tree(run, tree | copies)
 
 
 def first_state(config: RunConfig, name: str, model: Model) -> update.TrainState:
@@ -147,8 +224,7 @@ def first_state(config: RunConfig, name: str, model: Model) -> update.TrainState
     learner = model.learner
     # init_from is a run of the policy alone. Other models start from the folder of their section.
     if config.init_from and name == "policy":
-        if model.policy.lora:
-            learner.freeze(load_weights(model.folder, learner))
+        freeze_base(learner, model.folder)
         workdir, step = find_checkpoint(config.init_from)
         step, params = read_weights(workdir, model.policy, learner.mesh, step)
         log.info("begins with the weights of %s, step %d (init_from)", workdir, step)
@@ -158,6 +234,12 @@ def first_state(config: RunConfig, name: str, model: Model) -> update.TrainState
         return learner.init(load_weights(model.folder, learner))
     log.warning("%s holds no weights: begins with random ones", model.folder)
     return learner.init(jax.random.key(config.seed))
+
+
+def freeze_base(learner: Learner, folder: pathlib.Path) -> None:
+    """Load the weights that LoRA does not train: checkpoints have the adapters only."""
+    if learner.policy.lora:
+        learner.freeze(load_weights(folder, learner))
 
 
 def load_weights(folder: pathlib.Path, learner: Learner) -> transformer.Params:
@@ -192,10 +274,10 @@ def read_weights(
     return step, restored["policy"]["params"]
 
 
-def save_model(run: Run, states: dict[str, Any], name: str, folder: epath.Path) -> None:
+def save_model(run: Run, name: str, states: States, folder: epath.Path) -> None:
     """Save a trained model as a Hugging Face folder, in the model's compute dtype."""
     model = run.own_models[name]
-    policy, params = model.learner.export(states[name].params)
+    policy, params = model.learner.export(states.params(name))
     weights.save(folder, policy, params, model.tokenizer, model.learner.compute_dtype.name)
 
 
@@ -204,32 +286,30 @@ def copy(params: transformer.Params) -> transformer.Params:
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), params)
 
 
+def renew_copies(run: Run, states: States, step: int) -> States:
+    """Replace the frozen copies that the algorithm renews after a step by copies of the policy."""
+    due = run.config.algorithm.renewed_copies(step)
+    renewed = {name: copy(states.params("policy")) for name in run.copies if name in due}
+    return dataclasses.replace(states, frozen={**states.frozen, **renewed})
+
+
 class RolloutParams(Mapping[str, transformer.Params]):
-    """Weights in the compute dtype by model name, for a rollout.
+    """Weights in the compute dtype by model name, for a rollout that ends before its update does.
 
     Each lookup casts anew, so a caller that drops one model's weights before it looks up another's
     needs the memory of one.
     """
 
-    def __init__(self, run: Run, states: Mapping[str, Any]):
-        # A copy of the dict: a rollout keeps its weights when an update replaces the states.
-        self._run, self._states = run, dict(states)
+    def __init__(self, run: Run, states: States):
+        self._run, self._states = run, states
 
     def __getitem__(self, name: str) -> transformer.Params:
         # A copy of the policy has no learner of its own; the policy's learner casts it.
         learner = self._run.own_models.get(name, self._run.own_models["policy"]).learner
-        state = self._states[name]
-        return learner.cast(state.params if name in self._run.trained else state)
+        return learner.cast(self._states.params(name))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._states)
+        return iter(self._states.tree())
 
     def __len__(self) -> int:
-        return len(self._states)
-
-
-def refresh_reference_reader(config: RunConfig, states: dict[str, Any], step: int) -> None:
-    """Replace the frozen reader by a copy of the policy every algorithm.reader_refresh steps."""
-    every = getattr(config.algorithm, "reader_refresh", 0)
-    if "reference_reader" in states and every and step % every == 0:
-        states["reference_reader"] = copy(states["policy"].params)
+        return len(self._states.tree())

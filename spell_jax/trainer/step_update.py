@@ -4,52 +4,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from etils import epath
 
 from spell_jax.learner import non_finite, packing, statistics
-from spell_jax.learner.learner import Update
 from spell_jax.learner.update import TrainState
+from spell_jax.runtime import fault_injection
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.trainer.build import Run
 from spell_jax.trainer.rollouts import Rollout
+from spell_jax.trainer.state import States
 
 
-def start(run: Run, states: Mapping[str, Any], groups: Sequence[packing.TrainGroup]) -> Update:
-    """Start the policy's update; the micro-batches may run during the next rollout."""
-    for group in groups:
-        if group.model not in run.trained:
-            raise ValueError(f"group.model = {group.model!r}: must be one of {[*run.trained]}")
-    policy_groups = [group for group in groups if group.model == "policy"]
-    reference = states.get("reference")
-    return run.learner.start(states["policy"], policy_groups, reference, run.config.minibatches)
+class StepUpdate:
+    """The update of all trained models on a step's groups, in progress.
 
-
-def finish(
-    run: Run,
-    states: dict[str, Any],
-    groups: Sequence[packing.TrainGroup],
-    update: Update,
-    workdir: epath.Path,
-    step: int,
-) -> dict[str, list[dict[str, float]]]:
-    """Finish the policy's update, then update the algorithm's other trained models.
-
-    New states replace the earlier states in `states`; `groups` are of all models. Returns the named
-    numbers of each optimizer step, by model. A model without groups has no numbers, but the
-    policy has the numbers of an empty update. NonFinite as in learner.Update.finish; the rows are
-    written below workdir/non_finite.
+    The policy's update starts at once; its micro-batches may run during the next rollout.
     """
-    numbers: dict[str, list[dict[str, float]]] = {}
-    for name, model in run.trained.items():
-        with non_finite.rows_written(workdir, step, model.tokenizer.decode):
-            if name == "policy":
-                states[name], numbers[name] = update.finish()
-            elif model_groups := [group for group in groups if group.model == name]:
-                states[name], numbers[name] = _imitate(run, name, states[name], model_groups, step)
-    return numbers
+
+    def __init__(self, run: Run, states: States, groups: Sequence[packing.TrainGroup]):
+        for group in groups:
+            if group.model not in run.trained:
+                raise ValueError(f"group.model = {group.model!r}: must be one of {[*run.trained]}")
+        self._run, self._states, self._groups = run, states, groups
+        policy, reference = states.trained["policy"], states.frozen.get("reference")
+        minibatches = run.config.minibatches
+        self._update = run.learner.start(policy, self._groups_of("policy"), reference, minibatches)
+
+    def _groups_of(self, name: str) -> list[packing.TrainGroup]:
+        return [group for group in self._groups if group.model == name]
+
+    def advance(self) -> None:
+        """Dispatch the next micro-batch of the policy's update, if any."""
+        self._update.advance()
+
+    def finish(
+        self, workdir: epath.Path, step: int
+    ) -> tuple[States, dict[str, list[dict[str, float]]]]:
+        """Finish the policy's update, then update the algorithm's other trained models.
+
+        Returns the new states, which replace the earlier ones, and the named numbers of each
+        optimizer step, by model. A model without groups has no numbers, but the policy has the
+        numbers of an empty update. NonFinite as in learner.Update.finish; the rows are written
+        below workdir/non_finite.
+        """
+        run, trained = self._run, self._states.donate()
+        numbers: dict[str, list[dict[str, float]]] = {}
+        for name, model in run.trained.items():
+            with non_finite.rows_written(workdir, step, model.tokenizer.decode):
+                if name == "policy":
+                    trained[name], numbers[name] = self._update.finish()
+                elif groups := self._groups_of(name):
+                    trained[name], numbers[name] = _imitate(run, name, trained[name], groups, step)
+        fault_injection.point("updated")
+        return States(trained, self._states.frozen), numbers
 
 
 def _imitate(

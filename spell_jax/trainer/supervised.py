@@ -31,17 +31,15 @@ from spell_jax.policy import weights
 from spell_jax.policy.chat import THOUGHT_BEGIN, THOUGHT_END
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model, shape_policy
-from spell_jax.runtime import entry, hooks, paths, peers, remote, setup, workdir_lock
+from spell_jax.runtime import hooks, paths, remote, workdir_lock
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import Config, plain, section
 from spell_jax.runtime.jsonl import require_records
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.runtime.preemption import Preemption
-from spell_jax.runtime.run_logger import RunLogger
 from spell_jax.selfplay import prompts
-from spell_jax.trainer import saver
-from spell_jax.trainer.state import load_weights, settle_dtypes
+from spell_jax.trainer.run_files import RunFiles
+from spell_jax.trainer.state import HostState, States, freeze_base, load_weights, settle_dtypes
 from spell_jax.warm_start import demonstrations
 
 log = logging.getLogger(__name__)
@@ -218,76 +216,62 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
     paths.make_workdir(workdir)
     folder = workdir / "policy"
     with workdir_lock.locked(workdir):
-        with (
-            Preemption(config.preemption_limit_s) as preemption,
-            Checkpoints(workdir, keep=1, every=config.checkpoint_every) as checkpoints,
-            peers.announced(),
-        ):
-            state = _steps(config, learner, base, tokenizer, workdir, checkpoints, preemption)
+        with RunFiles(config, plain(section(config)), workdir) as files:
+            state = _tune(config, learner, base, tokenizer, files)
         weights.save(folder, *learner.export(state.params), tokenizer)
     return folder
 
 
-def _steps(
+def _tune(
     config: SupervisedConfig,
     learner: Learner,
     base: pathlib.Path | None,
     tokenizer: tokenizers.Tokenizer,
-    workdir: epath.Path,
-    checkpoints: Checkpoints,
-    preemption: Preemption,
+    files: RunFiles,
 ) -> update.TrainState:
-    saved = plain(section(config))
-    if jax.process_index() == 0:
-        setup.write_config(saved, workdir)
-    finished_steps, host_state = checkpoints.newest_intact() or 0, {}
-    if finished_steps:
-        if base and learner.policy.lora:  # the checkpoint has the adapters only
-            learner.freeze(load_weights(base, learner))
-        states, host_state = checkpoints.restore(
-            finished_steps, {"policy": learner.fns.abstract_state}
-        )
-        state = states["policy"]
-    elif base:
-        state = learner.init(load_weights(base, learner))
-    else:
-        state = learner.init(jax.random.key(config.seed))
-    stream = row_stream(config, finished_steps * config.rows_per_step)
-    entry.setup_done()  # from here on an error is a crash, not a mistake of the user
+    state, step, saved = _restore_or_init(config, learner, base, files.checkpoints)
+    stream = row_stream(config, step * config.rows_per_step)
+    files.begin(step, _states(state), saved)
     learner.compile(state)
     # Rows that fit no packed row are counted over the whole run and logged once, at the end.
     refused = 0.0
-    options = {"wandb": config.wandb, "config": saved}
-    with RunLogger(workdir, config.steps, finished_steps, host_state, **options) as logger:
-
-        def save(force: bool) -> None:
-            # The closure reads `step` and `state` when it is called, so it saves the newest of
-            # both.
-            is_due = step % config.checkpoint_every == 0
-            if force or is_due:
-                logger.enter("save", step)
-            states = {"policy": state}
-            saver.save_step(logger, checkpoints, step, states, {}, is_due=is_due, force=force)
-
-        for step in range(finished_steps + 1, config.steps + 1):
-            logger.enter("tune", step - 1)
-            rows = itertools.islice(stream, config.rows_per_step)
-            groups = [to_group(row, tokenizer) for row in rows]
-            with non_finite.rows_written(workdir, step, tokenizer.decode):
-                state, numbers = learner.update(state, groups)
-            refused += numbers["refused_answers"]
-            logger.enter("write", step, {"logprob": numbers.get("mean_logprob", 0.0)})
-            if step % config.log_every == 0 or step == config.steps:
-                metrics = Metrics()
-                metrics.merge({name: (value, 1.0) for name, value in numbers.items()}, "train/")
-                metrics.add("process/update_programs", len(learner.programs))
-                with saver.saving_on_disk_errors(save, step):
-                    logger.write(step, metrics)
-            # All hosts ask at the same step, so that all save the same checkpoint.
-            must_stop = preemption.should_stop()
-            save(force=must_stop or step == config.steps)
-            if must_stop:
-                preemption.stop()
+    while step < config.steps:
+        files.logger.enter("tune", step)
+        step += 1
+        rows = itertools.islice(stream, config.rows_per_step)
+        groups = [to_group(row, tokenizer) for row in rows]
+        with non_finite.rows_written(files.workdir, step, tokenizer.decode):
+            state, numbers = learner.update(state, groups)
+        refused += numbers["refused_answers"]
+        files.logger.enter("write", step, {"logprob": numbers.get("mean_logprob", 0.0)})
+        metrics = None
+        if step % config.log_every == 0 or step == config.steps:
+            metrics = Metrics()
+            metrics.merge({name: (value, 1.0) for name, value in numbers.items()}, "train/")
+            metrics.add("process/update_programs", len(learner.programs))
+        files.write(step, _states(state), metrics=metrics)
+    files.save(step, _states(state), force=True)
     if refused:
         log.warning("%d rows were longer than packing's longest row and not trained on", refused)
     return state
+
+
+def _restore_or_init(
+    config: SupervisedConfig,
+    learner: Learner,
+    base: pathlib.Path | None,
+    checkpoints: Checkpoints,
+) -> tuple[update.TrainState, int, HostState]:
+    """Return (state, steps done, host state) of the newest intact checkpoint, or the first ones."""
+    step = checkpoints.newest_intact()
+    if step:
+        if base:
+            freeze_base(learner, base)
+        arrays, saved = checkpoints.restore(step, {"policy": learner.fns.abstract_state})
+        return arrays["policy"], step, HostState.from_json(saved, f"checkpoint of step {step}")
+    first = load_weights(base, learner) if base else jax.random.key(config.seed)
+    return learner.init(first), 0, HostState()
+
+
+def _states(state: update.TrainState) -> States:
+    return States({"policy": state}, {})

@@ -268,7 +268,7 @@ def test_second_model_resumes_bit_identically(pair, uninterrupted_run, step, tmp
     ends = []
     for workdir in (uninterrupted_run, halved):
         with Checkpoints(workdir) as checkpoints:
-            ends.append(runs.restore_or_init(run, checkpoints)[0])
+            ends.append(runs.restore_or_init(run, checkpoints)[0].tree())
     assert ends[0].keys() == {"policy", "other", "reference_reader"}
     assert int(ends[0]["other"].step) == 6 and int(ends[0]["policy"].step) == STEPS
     jax.tree.map(np.testing.assert_array_equal, *ends)
@@ -282,7 +282,6 @@ def test_rollout_weights_are_cast_anew_on_each_access(pair):
     run = make_run(pair)
     states = runs.first_states(run)
     params = runs.RolloutParams(run, states)
-    states.clear()  # a rollout keeps its weights while an update trains newer weights
     assert params["other"]["embedding"].dtype == "bfloat16"
     assert params["policy"]["embedding"].dtype == "float32"
     assert list(params) == ["policy", "other", "reference_reader"] and len(params) == 3
@@ -291,6 +290,9 @@ def test_rollout_weights_are_cast_anew_on_each_access(pair):
     np.testing.assert_array_equal(
         params["policy"]["embedding"], params["reference_reader"]["embedding"]
     )
+    states.donate()
+    with pytest.raises(RuntimeError, match="an update has donated these states"):
+        params["policy"]
 
 
 def test_several_updates_of_a_second_model_need_a_constant_schedule(pair):

@@ -28,6 +28,7 @@ from spell_jax.runtime.metrics import read_metrics
 from spell_jax.runtime.preemption import Preemption
 from spell_jax.trainer import loop
 from spell_jax.trainer.build import Run, make_run
+from spell_jax.trainer.state import restore_or_init
 from tests import noise
 
 STEPS = 6
@@ -46,23 +47,16 @@ def make_config(policy: pathlib.Path, **settings):
 # ---------------------------------------------------------------------------------- Output of a run
 
 
-def models_of(config, workdir: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (models, host state) of a run's newest checkpoint; state["step"] is the step."""
+def newest_checkpoint(config, workdir: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (arrays, host state) of a run's newest checkpoint; "step" is the step."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
         run: Run = make_run(config)
-    abstract = run.learner.fns.abstract_state
-    checkpoints = Checkpoints(workdir)
-    step = checkpoints.newest_intact()
-    assert step is not None
-    model_names = [
-        *run.algorithm.model_names,
-        *(["reference"] if run.learner.loss.needs_reference else []),
-    ]
-    target = {"policy": abstract} | dict.fromkeys(model_names, abstract.params)
-    models, state = checkpoints.restore(step, target)
-    checkpoints.close()
-    return models, {name: state[name] for name in ("algorithm", "best")} | {"step": step}
+    with Checkpoints(workdir) as checkpoints:
+        states, step, host_state = restore_or_init(run, checkpoints)
+    assert step > 0
+    fields = {"algorithm": host_state.algorithm, "best": host_state.best, "step": step}
+    return states.tree(), fields
 
 
 def assert_same_state(config, workdir: pathlib.Path, other_workdir: pathlib.Path) -> None:
@@ -70,15 +64,15 @@ def assert_same_state(config, workdir: pathlib.Path, other_workdir: pathlib.Path
 
     These are weights, optimizer, frozen reader, memory, data position and best score.
     """
-    (models, state), (expected_models, expected_state) = (
-        models_of(config, run) for run in (workdir, other_workdir)
+    (arrays, state), (expected_arrays, expected_state) = (
+        newest_checkpoint(config, run) for run in (workdir, other_workdir)
     )
     assert state == expected_state, "host state"
     assert state["algorithm"]["memory"]["clusters"], (
         "a memory that holds nothing is easily the same"
     )
-    leaves, _ = jax.tree_util.tree_flatten_with_path(models)
-    for (path, array), expected_array in zip(leaves, jax.tree.leaves(expected_models), strict=True):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(arrays)
+    for (path, array), expected_array in zip(leaves, jax.tree.leaves(expected_arrays), strict=True):
         name = jax.tree_util.keystr(path)
         assert (
             array.dtype == expected_array.dtype and array.tobytes() == expected_array.tobytes()

@@ -76,7 +76,7 @@ def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
 def end_of(config: Any, workdir: epath.Path) -> dict[str, Any]:
     run = make_run(config)
     with Checkpoints(workdir) as checkpoints:
-        return runs.restore_or_init(run, checkpoints)[0]
+        return runs.restore_or_init(run, checkpoints)[0].tree()
 
 
 def test_refresh_trains_on_scorings_kept_since_the_last_refresh(uninterrupted_run):

@@ -52,7 +52,7 @@ def run_to_end(config, workdir) -> None:
         loop.train(config, workdir)
 
 
-def begin(config, workdir) -> tuple[dict, int]:
+def begin(config, workdir) -> tuple[runs.States, int]:
     """Return (states, steps done) at the start of a run."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
@@ -61,6 +61,29 @@ def begin(config, workdir) -> tuple[dict, int]:
         states, step, *_ = runs.restore_or_init(run, checkpoints)
         checkpoints.close()
     return states, step
+
+
+def test_host_state_is_read_from_the_json_of_this_version_and_earlier_ones() -> None:
+    logs = {"metrics": ["{}"], "episodes": {"3": []}, "workdirs": ["/run"]}
+    state = runs.HostState({"seed": 0}, {"memory": {}}, 0.5, **logs)
+    assert runs.HostState.from_json(json.loads(json.dumps(state.to_json())), "here") == state
+    # Of supervised tuning, which had no config, and from before the logs were saved.
+    assert runs.HostState.from_json(logs, "here") == runs.HostState(**logs)
+    earlier = {"config": {}, "algorithm": {}, "best": None}
+    assert runs.HostState.from_json(earlier, "here", "algorithm") == runs.HostState(algorithm={})
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"algorithm": {}, "clock": 1}, r"here: host state has \['clock'\]: is of a later version"),
+        ({"config": {}}, r"here: host state lacks \['algorithm'\]: must be a run of train\.py"),
+        ({"algorithm": None}, r"here: host state lacks \['algorithm'\]: must be"),
+    ],
+)
+def test_unknown_and_missing_fields_of_a_host_state_are_named(saved, message) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        runs.HostState.from_json(saved, "here", "algorithm")
 
 
 @pytest.mark.parametrize(
@@ -145,21 +168,21 @@ def test_initial_weights_follow_the_order_of_precedence(policy, other_run, tmp_p
     assert step == STEPS and f"resumed at step {STEPS}" in caplog.text
     assert "steps = 4: was 2 when it was saved" in caplog.text
     assert f"init_from = '{other_run}': was '' when it was saved" in caplog.text
-    last = states["policy"].params
+    last = states.params("policy")
 
     caplog.clear()
     states, step = begin(config, empty)
     assert step == 0 and f"the weights of {other_run}, step {STEPS} (init_from)" in caplog.text
-    assert_equal(states["policy"].params, last)
-    assert_equal(states["reference_reader"], last)
-    assert not any(np.any(x) for x in jax.tree.leaves(states["policy"].opt_state))
+    assert_equal(states.params("policy"), last)
+    assert_equal(states.frozen["reference_reader"], last)
+    assert not any(np.any(x) for x in jax.tree.leaves(states.trained["policy"].opt_state))
 
     caplog.clear()
     config.init_from = ""
     states, step = begin(config, empty)
     assert step == 0 and f"begins with the weights of {folder}" in caplog.text
     first = weights.load(folder)[1]
-    assert_equal(states["policy"].params, first)
+    assert_equal(states.params("policy"), first)
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (first, last)), strict=True))
 
     caplog.clear()
@@ -168,7 +191,7 @@ def test_initial_weights_follow_the_order_of_precedence(policy, other_run, tmp_p
     assert step == 0 and f"{folder} holds no weights: begins with random ones" in caplog.text
     shape = weights.read_config_and_tokenizer(folder)[0]
     initial = jax.jit(lambda: transformer.init(shape, jax.random.key(config.seed)))()
-    assert_equal(states["policy"].params, initial)
+    assert_equal(states.params("policy"), initial)
 
 
 def test_init_from_can_name_a_step_of_another_run(policy, other_run, tmp_path):
@@ -178,7 +201,7 @@ def test_init_from_can_name_a_step_of_another_run(policy, other_run, tmp_path):
     _, expected_params = runs.read_weights(
         other_run, weights.read_config_and_tokenizer(policy)[0], one_device, step=1
     )
-    assert_equal(states["policy"].params, expected_params)
+    assert_equal(states.params("policy"), expected_params)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "other/checkpoints/7", ""])
@@ -201,8 +224,8 @@ def test_init_from_also_loads_adapters(policy, tmp_path):
     config = noise.small_config(policy, init_from=str(tmp_path / "first"), **adapters)
     states, _ = begin(config, tmp_path / "second")
     first_states, _ = begin(config, tmp_path / "first")
-    assert_equal(states["policy"].params, first_states["policy"].params)
-    b = lora.split(make_run(config).policy, states["policy"].params)[0]["layers"]["attention"]
+    assert_equal(states.params("policy"), first_states.params("policy"))
+    b = lora.split(make_run(config).policy, states.params("policy"))[0]["layers"]["attention"]
     assert np.any(b["q_lora_b"]), "adapters that do nothing are easily the same"
 
 

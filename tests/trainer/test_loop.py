@@ -89,17 +89,17 @@ class Finished:
     def metrics(self) -> list[dict]:
         return list(map(noise.steady, read_metrics(self.workdir)))
 
-    def checkpoint(self, *other_models: str) -> tuple[dict, dict]:
-        """Return (models, host state) of the last checkpoint."""
+    def checkpoint(self, *copies: str) -> tuple[dict, dict]:
+        """Return (arrays, host state) of the last checkpoint."""
         checkpoints = Checkpoints(self.workdir)
-        names = (*self.run.algorithm.model_names, *other_models)
+        names = (*self.run.algorithm.model_names, *copies)
         abstract = self.run.learner.fns.abstract_state
         target = {"policy": abstract} | dict.fromkeys(names, abstract.params)
         step = checkpoints.latest_step()
         assert step is not None
-        models, state = checkpoints.restore(step, target)
+        arrays, host_state = checkpoints.restore(step, target)
         checkpoints.close()
-        return models, state
+        return arrays, host_state
 
 
 COUNT_ANSWERS = packing.count_answers
@@ -151,8 +151,8 @@ def test_run_writes_all_its_files(uninterrupted_run):
 
 def test_policy_folder_holds_the_last_weights(uninterrupted_run, policy):
     shape, saved = weights.load(uninterrupted_run.workdir / "policy")
-    models, _ = uninterrupted_run.checkpoint()
-    jax.tree.map(np.testing.assert_array_equal, saved, models["policy"].params)
+    arrays, _ = uninterrupted_run.checkpoint()
+    jax.tree.map(np.testing.assert_array_equal, saved, arrays["policy"].params)
     first_shape, first = weights.load(policy)
     assert shape == first_shape
     assert (saved["embedding"] != first["embedding"]).any()
@@ -238,11 +238,11 @@ def test_resumed_run_is_bit_identical(uninterrupted_run, resumed):
         ).read_bytes()
     model, saved = "policy/model.safetensors", (resumed.workdir, uninterrupted_run.workdir)
     assert len({(folder / model).read_bytes() for folder in saved}) == 1
-    (models, state), (other_models, other_state) = (
+    (arrays, state), (other_arrays, other_state) = (
         uninterrupted_run.checkpoint(),
         resumed.checkpoint(),
     )
-    jax.tree.map(np.testing.assert_array_equal, models, other_models)
+    jax.tree.map(np.testing.assert_array_equal, arrays, other_arrays)
     for name in ("algorithm", "best"):
         assert state[name] == other_state[name]
     assert state["algorithm"]["memory"]["clusters"], (
@@ -251,9 +251,9 @@ def test_resumed_run_is_bit_identical(uninterrupted_run, resumed):
 
 
 def test_checkpoint_holds_the_frozen_reader(uninterrupted_run, policy):
-    models, _ = uninterrupted_run.checkpoint()
+    arrays, _ = uninterrupted_run.checkpoint()
     _, first = weights.load(policy)
-    jax.tree.map(np.testing.assert_array_equal, models["reference_reader"], first)
+    jax.tree.map(np.testing.assert_array_equal, arrays["reference_reader"], first)
 
 
 @pytest.mark.slow
@@ -296,10 +296,10 @@ def test_untrained_policy_makes_empty_updates_until_time_is_up(policy, tmp_path)
     assert 1 <= len(lines) < 100_000
     assert all(line["train/empty_update"] == 1 for line in lines)
     assert all(line["rollout/bad_format"] + line["rollout/declined"] == 1 for line in lines)
-    models, _ = run.checkpoint()
+    arrays, _ = run.checkpoint()
     _, first = weights.load(policy)
-    jax.tree.map(np.testing.assert_array_equal, models["policy"].params, first)
-    assert int(models["policy"].step) == 0
+    jax.tree.map(np.testing.assert_array_equal, arrays["policy"].params, first)
+    assert int(arrays["policy"].step) == 0
     assert Checkpoints(tmp_path).latest_step() == len(lines)
     assert (tmp_path / "policy" / "model.safetensors").is_file()
     assert (tmp_path / "plots" / "rollout.png").is_file()
@@ -316,11 +316,11 @@ def test_kl_reference_and_refreshed_reader_resume_from_checkpoint(policy, tmp_pa
     assert updates[0]["train/kl"] == pytest.approx(0, abs=1e-7)
     assert updates[-1]["train/kl"] > 1e-6
     assert first.traces[-1]["accumulate"] == run.traces[-1]["accumulate"] == 1
-    models, _ = run.checkpoint("reference")
-    jax.tree.map(np.testing.assert_array_equal, models["reference"], initial_params)
+    arrays, _ = run.checkpoint("reference")
+    jax.tree.map(np.testing.assert_array_equal, arrays["reference"], initial_params)
     # Refreshed after step 4, so that it is the policy of that step.
-    jax.tree.map(np.testing.assert_array_equal, models["reference_reader"], models["policy"].params)
-    assert (models["reference_reader"]["embedding"] != initial_params["embedding"]).any()
+    jax.tree.map(np.testing.assert_array_equal, arrays["reference_reader"], arrays["policy"].params)
+    assert (arrays["reference_reader"]["embedding"] != initial_params["embedding"]).any()
 
 
 @pytest.mark.slow
@@ -337,14 +337,14 @@ def test_step_on_eight_devices_equals_one_device(policy, tmp_path):
     )
     assert not line["train/empty_update"]
     assert line == pytest.approx(expected_line, abs=1e-4)
-    (models, _), (expected_models, _) = run.checkpoint(), one_device_run.checkpoint()
-    moved = expected_models["policy"].params["embedding"] - weights.load(policy)[1]["embedding"]
+    (arrays, _), (expected_arrays, _) = run.checkpoint(), one_device_run.checkpoint()
+    moved = expected_arrays["policy"].params["embedding"] - weights.load(policy)[1]["embedding"]
     assert abs(moved).max() > 1e-4
     equal = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
-    jax.tree.map(equal, models["policy"].params, expected_models["policy"].params)
+    jax.tree.map(equal, arrays["policy"].params, expected_arrays["policy"].params)
     places = [
         model["layers"]["mlp"]["up_kernel"].sharding
-        for model in (models["reference_reader"], models["policy"].params)
+        for model in (arrays["reference_reader"], arrays["policy"].params)
     ]
     assert (
         places[0] == places[1] == run.run.learner.fns.param_shardings["layers"]["mlp"]["up_kernel"]
@@ -371,8 +371,8 @@ def test_rollout_may_overlap_previous_update(policy, tmp_path):
     Finished(noise.small_config(policy, steps=3, **options), tmp_path / "resumed")
     resumed = Finished(noise.small_config(policy, steps=5, **options), tmp_path / "resumed")
     assert resumed.metrics() == lines
-    (models, state), (expected_models, expected_state) = resumed.checkpoint(), run.checkpoint()
-    jax.tree.map(np.testing.assert_array_equal, models, expected_models)
+    (arrays, state), (expected_arrays, expected_state) = resumed.checkpoint(), run.checkpoint()
+    jax.tree.map(np.testing.assert_array_equal, arrays, expected_arrays)
     for name in ("algorithm", "best"):
         assert state[name] == expected_state[name]
 

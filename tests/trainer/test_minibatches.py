@@ -19,10 +19,11 @@ from spell_jax.learner.learner import Update
 from spell_jax.learner.non_finite import NonFinite
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.trainer import loop, step_update
+from spell_jax.trainer import loop
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run
 from spell_jax.trainer.rollouts import Rollout, Rollouts
+from spell_jax.trainer.step_update import StepUpdate
 from tests import noise, tiny
 
 CORRECTIONS = {
@@ -64,7 +65,7 @@ def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
 def rollout(policy) -> Rollout:
     """Take one step's rollout, which does not depend on the number of the step's updates."""
     run = make_run(make_config(policy, "rollout"))
-    rollout = Rollouts(run, runs.first_states(run), lambda: False).take(1)
+    rollout = Rollouts(run, lambda: False).take(runs.first_states(run), 1)
     assert rollout and len(rollout.groups) > 2
     return rollout
 
@@ -74,11 +75,10 @@ def rollout(policy) -> Rollout:
 def test_minibatches_equal_manual_updates(policy, rollout, tmp_path, correction):
     run = make_run(make_config(policy, correction))
     states = runs.first_states(run)
-    first_params = runs.copy(states["policy"].params)
-    update = step_update.start(run, states, rollout.groups)
-    numbers = step_update.finish(run, states, rollout.groups, update, epath.Path(tmp_path), 1)
+    first_params = runs.copy(states.params("policy"))
+    states, numbers = StepUpdate(run, states, rollout.groups).finish(epath.Path(tmp_path), 1)
     assert list(numbers) == ["policy"] and len(numbers["policy"]) == 2
-    assert int(states["policy"].step) == 2
+    assert int(states.trained["policy"].step) == 2
 
     learner, groups = run.learner, rollout.groups
     state, difference = learner.fns.init(first_params), {}
@@ -90,7 +90,7 @@ def test_minibatches_equal_manual_updates(policy, rollout, tmp_path, correction)
         state, (one_step,) = Update(learner, state, [part], None, {}).finish()
         update_numbers.append(one_step)
     update_numbers[0] |= difference
-    jax.tree.map(np.testing.assert_array_equal, states["policy"].params, state.params)
+    jax.tree.map(np.testing.assert_array_equal, states.params("policy"), state.params)
     assert numbers["policy"] == update_numbers
     # Samples from before the first update are off-policy in the second.
     assert update_numbers[1]["approx_kl"] != 0 or correction == "tis"
@@ -135,10 +135,14 @@ def learn(groups: list[TrainGroup], workdir: epath.Path) -> Any:
     run: Any = SimpleNamespace(
         trained=trained_models, config=config, learner=trained_models["policy"].learner
     )
-    states = {"policy": 0, "other": 10, "reference": "frozen"}
-    update = step_update.start(run, states, groups)
-    numbers = step_update.finish(run, states, groups, update, workdir, 1)
-    return {name: model.learner for name, model in trained_models.items()}, states, numbers
+    trained: Any = {"policy": 0, "other": 10}
+    frozen: Any = {"reference": "frozen"}
+    first_states = runs.States(trained, frozen)
+    states, numbers = StepUpdate(run, first_states, groups).finish(workdir, 1)
+    with pytest.raises(RuntimeError, match="an update has donated these states"):
+        first_states.params("other")
+    learners = {name: model.learner for name, model in trained_models.items()}
+    return learners, states.tree(), numbers
 
 
 def make_group(prompt: int, model: str) -> TrainGroup:
@@ -194,7 +198,7 @@ def test_run_with_minibatches_resumes_bit_identically(policy, tmp_path):
     states = []
     for workdir in (uninterrupted_run, halved):
         with Checkpoints(workdir) as checkpoints:
-            states.append(runs.restore_or_init(make_run(config), checkpoints)[0]["policy"])
+            states.append(runs.restore_or_init(make_run(config), checkpoints)[0].trained["policy"])
     taught = sum(line["train/empty_update"] == 0 for line in lines_of(uninterrupted_run))
     assert taught and int(states[0].step) == 2 * taught
     jax.tree.map(np.testing.assert_array_equal, *states)

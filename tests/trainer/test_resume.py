@@ -20,10 +20,10 @@ from spell_jax.runtime.checkpoint import Checkpoints, SaveError
 from spell_jax.runtime.episodes import episode_files, read_episodes
 from spell_jax.runtime.metrics import MetricsWriter, read_metrics
 from spell_jax.runtime.preemption import Preempted
-from spell_jax.trainer import loop
+from spell_jax.trainer import loop, run_files
 from spell_jax.trainer.build import make_run
 from spell_jax.trainer.rollouts import Rollouts
-from spell_jax.trainer.state import copy
+from spell_jax.trainer.state import States, copy
 from tests import noise
 from tests.slow import killed
 
@@ -117,7 +117,7 @@ def test_interrupted_rollout_is_repeated_identically(policy, monkeypatch) -> Non
     noise.give_meaning(monkeypatch)
     run = make_run(killed.make_config(policy))
     state = run.learner.init(weights.load(policy)[1])
-    models = {"policy": state, "reference_reader": copy(state.params)}
+    states = States({"policy": state}, {"reference_reader": copy(state.params)})
     calls: list[None] = []
 
     def record(step: int, stop_at: int = -1):
@@ -126,7 +126,7 @@ def test_interrupted_rollout_is_repeated_identically(policy, monkeypatch) -> Non
             return len(calls) == stop_at
 
         calls.clear()
-        rollout = Rollouts(run, models, should_stop).take(step)
+        rollout = Rollouts(run, should_stop).take(states, step)
         return rollout and [json.dumps(line) for line in rollout.records(run.algorithm)]
 
     record(1)
@@ -143,9 +143,9 @@ def count_begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that collects the steps of rollouts from now on."""
     begun, roll_out = [], Rollouts._roll_out
 
-    def roll_out_and_count(self, step, advance_update):
+    def roll_out_and_count(self, states, step, advance_update):
         begun.append(step)
-        return roll_out(self, step, advance_update)
+        return roll_out(self, states, step, advance_update)
 
     monkeypatch.setattr(Rollouts, "_roll_out", roll_out_and_count)
     return begun
@@ -170,7 +170,8 @@ def test_run_resumes_from_the_fallback_folder_after_disk_loss(
 ) -> None:
     """No folder can be created from step 3 on, and no metrics written unless `written`."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(loop, "Checkpoints", functools.partial(Checkpoints, sleep=lambda _: None))
+    patient = functools.partial(Checkpoints, sleep=lambda _: None)
+    monkeypatch.setattr(run_files, "Checkpoints", patient)
     config, workdir = killed.make_config(policy), tmp_path / "run"
     with monkeypatch.context() as patches, pytest.raises(SaveError) as error:
         killed.wait_for_saves(patches)
@@ -209,11 +210,11 @@ def lose_disk(
         time.sleep(0.5)  # known only when the checkpoint waits for it
         raise OSError(number, os.strerror(number))
 
-    def roll_out_and_fail(self, number, advance_update):
+    def roll_out_and_fail(self, states, number, advance_update):
         if number == step:
             monkeypatch.setattr(os, "mkdir", fail)
             monkeypatch.setattr(MetricsWriter, "_put", put if written else fail_to_put)
-        return roll_out(self, number, advance_update)
+        return roll_out(self, states, number, advance_update)
 
     monkeypatch.setattr(Rollouts, "_roll_out", roll_out_and_fail)
 

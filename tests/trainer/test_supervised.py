@@ -26,6 +26,7 @@ from spell_jax.learner.learner import Learner
 from spell_jax.learner.non_finite import NonFinite
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
+from spell_jax.runtime import entry
 from spell_jax.runtime.durable import DiskError
 from spell_jax.runtime.metrics import MetricsWriter, read_metrics
 from spell_jax.runtime.preemption import EXIT_CODE, Preempted
@@ -437,7 +438,7 @@ def test_invalid_value_is_named_in_the_error(field, value, policy, source, tmp_p
     (config[section] if section else config)[name] = value
     if field == "prompts":
         config.source = "tiny"
-    monkeypatch.setattr(supervised.entry, "setup_done", lambda: pytest.fail("the checks had ended"))
+    monkeypatch.setattr(entry, "setup_done", lambda: pytest.fail("the checks had ended"))
     with pytest.raises((ValueError, FileNotFoundError), match=str(value)) as failure:
         supervised.fine_tune(config, tmp_path)
     assert field in str(failure.value)

@@ -196,6 +196,10 @@ class SpellConfig(AlgorithmConfig):
     def frozen_copies(self) -> tuple[str, ...]:
         return (READER,) if self.has_reader else ()
 
+    def renewed_copies(self, step: int) -> Sequence[str]:
+        is_due = self.reader_refresh and step % self.reader_refresh == 0
+        return (READER,) if is_due else ()
+
     def parse_question(
         self, text: str, task: str, count_tokens: Callable[[str], int]
     ) -> parsing.Parsed:

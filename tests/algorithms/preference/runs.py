@@ -41,12 +41,12 @@ def check_resumed(folder: pathlib.Path, tmp_path: pathlib.Path, **fields: Any) -
     resumed = noise.small_config(folder, steps=2, **small)
     assert run_to_end(resumed, parts) == lines
     assert list(read_episodes(parts)) == list(read_episodes(uninterrupted_run))
-    (models, state), (expected_models, expected_state) = (
-        killed.models_of(resumed, run) for run in (parts, uninterrupted_run)
+    (arrays, state), (expected_arrays, expected_state) = (
+        killed.newest_checkpoint(resumed, run) for run in (parts, uninterrupted_run)
     )
     assert state == expected_state
     for array, expected_array in zip(
-        jax.tree.leaves(models), jax.tree.leaves(expected_models), strict=True
+        jax.tree.leaves(arrays), jax.tree.leaves(expected_arrays), strict=True
     ):
         assert array.tobytes() == expected_array.tobytes()
     return lines
