@@ -481,6 +481,19 @@ def test_reading_path_stays_short(counts):
     assert counts["lines of the reading path"] <= 5260
 
 
+@pytest.mark.slow
+def test_step_crosses_few_files_and_an_answer_few_classes():
+    from tests import house_step
+
+    record = house_step.record_step()
+    files, classes = record.crossed_files(), record.classes_of_an_answer()
+    parts = ("trainer/loop", "algorithms/spell/algorithm", "sampler/session", "learner/packing")
+    assert {f"spell_jax/{part}.py" for part in parts} <= files.keys()
+    assert "spell_jax/runtime/metrics.py" not in files
+    assert {"Sample", "Reply", "SpellEpisode", "TrainGroup", "MicroBatch"} <= {*classes}
+    assert len(files) <= 70 and sum(files.values()) <= 14_000 and len(classes) <= 8
+
+
 def test_floors_are_counted_along_the_longest_path():
     assert house_measures._floors({"a": {"b"}, "b": {"c"}, "c": set(), "d": {"c"}}) == 3
     assert house_measures._floors({"a": {"b"}, "b": {"a", "c"}, "c": set()}) == 2
