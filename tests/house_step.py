@@ -24,13 +24,8 @@ import numpy as np
 import pytest
 from etils import epath
 
-from spell_jax.algorithms import config as algorithm_config
-from spell_jax.algorithms.spell import algorithm as spell
-from spell_jax.algorithms.spell import config as spell_config
-from spell_jax.algorithms.spell import frozen_reader
 from spell_jax.data.samples import Sample
 from spell_jax.learner.packing import TrainGroup
-from spell_jax.selfplay import parsing, rules
 from spell_jax.trainer import loop
 from spell_jax.trainer.rollouts import Rollouts
 from tests import noise
@@ -140,9 +135,8 @@ def record_step() -> StepRecord:
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
-        noise.give_meaning(monkeypatch)
+        noise.give_meaning(RealBesideFake(monkeypatch))
         noise.skip_plots(monkeypatch)
-        _run_real_parsers(monkeypatch)
         monkeypatch.setattr(Rollouts, "take", take_and_watch)
         policy = noise.save_policy(Path(folder) / "policy")
         fields = {"validate_every": 0, "checkpoint_every": 100}
@@ -152,25 +146,25 @@ def record_step() -> StepRecord:
             loop.train(config, epath.Path(folder) / "run")
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # pyright: ignore[reportArgumentType]
+            threading.setprofile(None)
     return record
 
 
-def _run_real_parsers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call each parser and rule that noise.give_meaning has replaced, besides its replacement."""
-    modules = {
-        "parsing": (parsing, (spell, spell_config)),
-        "rules": (rules, (algorithm_config, frozen_reader)),
-    }
-    for name, (real, users) in modules.items():
-        for user in users:
-            fakes = vars(getattr(user, name))
-            replaced = {
-                function: _call_real_first(getattr(real, function), fake)
-                for function, fake in fakes.items()
-                if inspect.isfunction(fake) and fake is not getattr(real, function)
-            }
-            monkeypatch.setattr(user, name, SimpleNamespace(**fakes | replaced))
+class RealBesideFake:
+    """A monkeypatch for noise.give_meaning: the replaced parsers and rules still run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self._monkeypatch = monkeypatch
+
+    def setattr(self, user: Any, name: str, fakes: SimpleNamespace) -> None:
+        """Replace a module's imported module `name`; each fake calls the real function first."""
+        real = vars(getattr(user, name))
+        functions = {
+            function: _call_real_first(real[function], fake)
+            for function, fake in vars(fakes).items()
+            if inspect.isfunction(fake) and fake is not real[function]
+        }
+        self._monkeypatch.setattr(user, name, SimpleNamespace(**vars(fakes) | functions))
 
 
 def _call_real_first(real: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,11 +3,9 @@
     states, step = first states, or the states of the last checkpoint
     while step < config.steps:
         step += 1
-        rollout = rollouts.take(states, step)             # the algorithm samples episodes
-        update = StepUpdate(states, rollout.groups)       # micro-batches of their training groups
-        rollouts.look_ahead(states, step + 1, update.advance)  # with staleness = 1, meanwhile
-        states, numbers = update.finish()                 # one or more optimizer steps
-        files.write(step, states, metrics, episodes)      # every checkpoint_every a checkpoint
+        rollout = rollouts.take(states, step)         # the algorithm samples episodes
+        states, numbers = update(states, rollout)     # may overlap the next rollout (staleness)
+        files.write(step, states, rollout, numbers)   # metrics, episodes, best/, checkpoint
 
 `States` never change: an update donates them and returns new ones. A run that is started again on
 the same workdir resumes from its last checkpoint, to the bit.
@@ -24,10 +22,10 @@ from spell_jax.runtime import paths, setup, workdir_lock
 from spell_jax.runtime.config import Config
 from spell_jax.trainer import held_out, state, step_update
 from spell_jax.trainer.build import Run, make_run
-from spell_jax.trainer.rollouts import Rollouts
+from spell_jax.trainer.rollouts import Rollout, Rollouts
 from spell_jax.trainer.run_files import RunFiles
 from spell_jax.trainer.state import States
-from spell_jax.trainer.step_update import StepUpdate
+from spell_jax.trainer.step_update import Numbers, StepUpdate
 
 
 def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
@@ -80,10 +78,7 @@ def _train(run: Run, files: RunFiles) -> States:
                 assert rollout is not None
 
                 logger.enter("update", step - 1, rollout.progress())
-                update = StepUpdate(run, states, rollout.groups)
-                if rollouts.may_look_ahead(step) and not logger.progress.is_over():
-                    rollouts.look_ahead(states, step + 1, update.advance)
-                states, numbers = update.finish(files.workdir, step)
+                states, numbers = _update(run, files, rollouts, states, rollout, step)
             spare_long_lived()  # the programs that the first step has compiled
             states = state.renew_copies(run, states, step)
 
@@ -96,3 +91,16 @@ def _train(run: Run, files: RunFiles) -> States:
             files.write(step, states, algorithm_state, metrics, episodes, score)
     files.save(step, states, run.algorithm.state_dict(), force=True)
     return states
+
+
+def _update(
+    run: Run, files: RunFiles, rollouts: Rollouts, states: States, rollout: Rollout, step: int
+) -> tuple[States, Numbers]:
+    """Update the trained models on a rollout; with staleness = 1, roll out the next step meanwhile.
+
+    Nothing keeps the earlier states after the return: their frozen copies may be replaced.
+    """
+    update = StepUpdate(run, states, rollout.groups)
+    if rollouts.may_look_ahead(step) and not files.logger.progress.is_over():
+        rollouts.look_ahead(states, step + 1, update.advance)
+    return update.finish(files.workdir, step)

@@ -16,6 +16,9 @@ from spell_jax.trainer.build import Run
 from spell_jax.trainer.rollouts import Rollout
 from spell_jax.trainer.state import States
 
+# Model -> named numbers of each optimizer step.
+Numbers = dict[str, list[dict[str, float]]]
+
 
 class StepUpdate:
     """The update of all trained models on a step's groups, in progress.
@@ -39,9 +42,7 @@ class StepUpdate:
         """Dispatch the next micro-batch of the policy's update, if any."""
         self._update.advance()
 
-    def finish(
-        self, workdir: epath.Path, step: int
-    ) -> tuple[States, dict[str, list[dict[str, float]]]]:
+    def finish(self, workdir: epath.Path, step: int) -> tuple[States, Numbers]:
         """Finish the policy's update, then update the algorithm's other trained models.
 
         Returns the new states, which replace the earlier ones, and the named numbers of each
@@ -50,7 +51,7 @@ class StepUpdate:
         below workdir/non_finite.
         """
         run, trained = self._run, self._states.donate()
-        numbers: dict[str, list[dict[str, float]]] = {}
+        numbers: Numbers = {}
         for name, model in run.trained.items():
             with non_finite.rows_written(workdir, step, model.tokenizer.decode):
                 if name == "policy":
