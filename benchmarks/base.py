@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from spell_jax.algorithms.base import Reply
 from spell_jax.data.samples import Sample
 from spell_jax.learner import advantages, packing
 from spell_jax.learner.learner import Learner
@@ -20,6 +19,7 @@ from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.rollout.replies import Reply
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler

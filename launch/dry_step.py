@@ -24,11 +24,11 @@ import numpy as np
 from spell_jax.algorithms import registry
 from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.algorithms.dry import RIGHT, WRONG, DryCall, in_letters
-from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
 from spell_jax.data.clusters import Cluster, ClusterSource
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
+from spell_jax.rollout.worker import RolloutWorker, TextSampler
 from spell_jax.runtime.config import Config, check_least
 from spell_jax.sampler.dry import AgentCounts, DrySampler
 from spell_jax.sampler.engine import Sampler

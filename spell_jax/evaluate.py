@@ -60,11 +60,11 @@ import pathlib
 
 from absl import flags
 
-from spell_jax.evaluation import policy_flags
 from spell_jax.evaluation.benchmarks import registry
 from spell_jax.policy.choices import ROPE_SCALINGS, THINKING
+from spell_jax.rollout import flags as policy_flags
 from spell_jax.runtime import entry
-from spell_jax.selfplay.judge import JUDGE_RULES
+from spell_jax.selfplay.verdicts import JUDGE_RULES
 
 
 def main(_) -> None:
@@ -72,8 +72,8 @@ def main(_) -> None:
     import jax
 
     from spell_jax.evaluation import harness, judgments, lengths, runner
-    from spell_jax.evaluation import judge as judging
     from spell_jax.evaluation.endpoint_respondent import Traffic
+    from spell_jax.rollout import judge as judging
     from spell_jax.runtime import setup
 
     setup.setup()

@@ -21,16 +21,15 @@ import pytest
 from absl import flags
 
 from docs.tools import commands
-from spell_jax.evaluation import judge as judging
 from spell_jax.evaluation import runner
 from spell_jax.evaluation.answering import EvaluationSampling
 from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
-from spell_jax.evaluation.judge import PolicyJudge
-from spell_jax.evaluation.policy_sampler import Policy
+from spell_jax.rollout import judge as judging
+from spell_jax.rollout.judge import Ask, Judge, PolicyJudge
+from spell_jax.rollout.text_model import Policy
 from spell_jax.runtime import setup as start
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.judge import Ask, Judge
 
 SIZES = SamplerConfig(kv_cache_tokens=512, slots=8, prefill_tokens=128, page_size=16)
 LIMITS = (24, 40)

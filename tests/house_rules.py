@@ -28,6 +28,7 @@ FLOORS = (
     ("warm_start",),
     ("evaluation",),
     ("reporting",),
+    ("rollout",),
     ("selfplay",),
     ("sampler", "learner"),
     ("policy",),

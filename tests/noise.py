@@ -29,7 +29,6 @@ from spell_jax.algorithms.spell import config as spell_config
 from spell_jax.algorithms.spell import frozen_reader
 from spell_jax.configs import tiny
 from spell_jax.data.config import is_generated
-from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
 from spell_jax.policy import tokenizer as tokenizers
@@ -37,6 +36,7 @@ from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.reporting import run_report
+from spell_jax.rollout.text_model import Policy
 from spell_jax.runtime import mesh
 from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler.engine import Sampler

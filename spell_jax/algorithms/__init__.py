@@ -4,10 +4,8 @@ An algorithm asks models through coroutines, and knows no sampler, mesh or optim
 
 Public names:
   base.Algorithm, base.AlgorithmContext: what every algorithm implements and receives.
-  base.AskModels, base.Reply: how an algorithm asks models, and what a model replies.
   registry.ALGORITHMS, registry.read_algorithm: algorithms by name, with their configs.
   config.AlgorithmConfig: fields of all algorithms.
-  rollout.RolloutWorker: runs the coroutines of a step, and samples for them.
   held_out.Evaluation: what a held-out evaluation implements.
 
 Must not import: `trainer`, the module config.py above it, and entry points.

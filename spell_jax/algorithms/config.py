@@ -10,7 +10,7 @@ from spell_jax.learner.advantages import group_advantages
 from spell_jax.runtime.config import check_choice, naming
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import prompts, rules
-from spell_jax.selfplay.judge import JUDGE_RULES, JUDGE_TEMPLATES
+from spell_jax.selfplay.verdicts import JUDGE_RULES, JUDGE_TEMPLATES
 
 # Comparisons of texts, or questions to an external judge.
 RULES = ("match", "exact", "f1", "brief", *JUDGE_RULES)

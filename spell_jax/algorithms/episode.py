@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
-from spell_jax.algorithms.base import USED, Annotation, JudgeFunction, Replies, Reply
+from spell_jax.algorithms.base import USED, Annotation
 from spell_jax.data.clusters import Cluster
 from spell_jax.learner.packing import TrainGroup
+from spell_jax.rollout.judge import JudgeFunction
+from spell_jax.rollout.replies import Replies, Reply
 from spell_jax.runtime import distributed
 from spell_jax.runtime.metrics import Metrics
 

@@ -7,9 +7,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from spell_jax.algorithms.base import AlgorithmContext, AskModels
+from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.data.config import DataConfig
 from spell_jax.data.questions import Question
+from spell_jax.rollout.replies import AskModels
 from spell_jax.selfplay import rules
 from spell_jax.selfplay.prompts import Prompts
 

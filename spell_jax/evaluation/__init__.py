@@ -2,11 +2,9 @@
 
 Public names:
   runner.evaluate, runner.EvaluationConfig: benchmarks of a policy, from prompts to a table.
-  policy_sampler.Policy: weights, tokenizer and sampler of a policy that answers texts.
   benchmarks.registry.load: the questions of a benchmark by its name.
   protocol.estimate, protocol.summarize: means with intervals, and summaries of benchmarks.
   harness.evaluate: tasks of lm-evaluation-harness.
-  judge.make_judge: the external judge that flags describe.
   judgments.judge_answers: a judge's verdicts on answers that are on disk.
   lengths.measure: lengths of the benchmarks' prompts.
 

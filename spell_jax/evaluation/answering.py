@@ -22,14 +22,15 @@ import numpy as np
 
 from spell_jax.evaluation import protocol
 from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
-from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.rollout.judge import Item, Judge
+from spell_jax.rollout.text_model import Policy
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import read_records, write_records
 from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import Options
-from spell_jax.selfplay.judge import MISSING, Item, Judge
+from spell_jax.selfplay.verdicts import MISSING
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from etils import epath
 
 from spell_jax.data.clusters import ROLES
 from spell_jax.data.samples import Sample
-from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy.choices import THINKING
 from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.rollout.text_model import Policy
 from spell_jax.runtime import entry, paths, remote
 from spell_jax.runtime.jsonl import read_json, require_records, write_records
 from spell_jax.runtime.paths import CONFIG_FILE

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from spell_jax.evaluation import policy_flags
-from spell_jax.evaluation.policy_sampler import SIZES, Policy
 from spell_jax.evaluation.runner import policy_folder
 from spell_jax.policy.choices import THINKING
 from spell_jax.policy.model import ModelConfig
+from spell_jax.rollout import flags as policy_flags
+from spell_jax.rollout.text_model import SIZES, Policy
 from spell_jax.runtime import distributed, entry, paths, remote, setup
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_json, write_records

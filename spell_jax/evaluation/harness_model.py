@@ -26,8 +26,8 @@ from lm_eval.models.utils import (
 )
 
 from spell_jax.evaluation import loglikelihood
-from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy.chat import THOUGHT_BEGIN, THOUGHT_END
+from spell_jax.rollout.text_model import Policy
 from spell_jax.runtime import distributed
 from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import Options

@@ -23,16 +23,17 @@ from typing import Any
 
 from absl import app, flags
 
-from spell_jax.evaluation import policy_flags, runner
+from spell_jax.evaluation import runner
 from spell_jax.evaluation.benchmarks import registry
-from spell_jax.evaluation.judge import make_judge
+from spell_jax.rollout import flags as policy_flags
+from spell_jax.rollout.judge import Item, make_judge
 from spell_jax.runtime import distributed, entry, paths
 from spell_jax.runtime.jsonl import read_json, require_records, write_json, write_records
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import evidence
-from spell_jax.selfplay.judge import MISSING, UNANSWERED, Item, Template, parse_letter
 from spell_jax.selfplay.prompts import Prompts
 from spell_jax.selfplay.rules import visible_text
+from spell_jax.selfplay.verdicts import MISSING, UNANSWERED, Template, parse_letter
 
 RESULT, JUDGED = "judgments.json", "judged.jsonl"
 LEAST_REASONINGS = 2  # that can be compared

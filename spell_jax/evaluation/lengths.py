@@ -13,10 +13,11 @@ from typing import Any
 
 from absl import app, flags
 
-from spell_jax.evaluation import figures, policy_flags, runner
+from spell_jax.evaluation import figures, runner
 from spell_jax.policy import weights
 from spell_jax.policy.choices import THINKING
 from spell_jax.policy.model import find_folder
+from spell_jax.rollout import flags as policy_flags
 from spell_jax.runtime import distributed, entry
 from spell_jax.runtime.jsonl import write_json
 

@@ -20,12 +20,12 @@ from flax import linen as nn
 
 from spell_jax.attention import attend
 from spell_jax.data.samples import Sample
-from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.learner import packing
 from spell_jax.learner.aggregation import equal_weights
 from spell_jax.learner.packing import Bucket, MicroBatch, TrainGroup
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.rollout.text_model import Policy
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import lm_head
 

@@ -28,10 +28,11 @@ from spell_jax.evaluation.answering import (
 from spell_jax.evaluation.benchmarks import registry
 from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.evaluation.endpoint_respondent import TRAFFIC, EndpointRespondent, Traffic
-from spell_jax.evaluation.policy_sampler import SIZES, Policy
 from spell_jax.policy.choices import THINKING
 from spell_jax.policy.model import ModelConfig
 from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.rollout.judge import Judge
+from spell_jax.rollout.text_model import SIZES, Policy
 from spell_jax.runtime import distributed, fault_injection, paths, remote, setup
 from spell_jax.runtime.config import check_choice
 from spell_jax.runtime.jsonl import (
@@ -42,7 +43,6 @@ from spell_jax.runtime.jsonl import (
     write_records,
 )
 from spell_jax.sampler.config import SamplerConfig
-from spell_jax.selfplay.judge import Judge
 
 log = logging.getLogger(__name__)
 

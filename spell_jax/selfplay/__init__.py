@@ -10,7 +10,7 @@ Public names:
   memory.QuestionMemory: questions of a cluster that were solved, for the next prompt.
   selection.split_groups, selection.verifier_groups: which answers are trained on.
   evidence, puzzles, cloze: the same for quotes, order of paragraphs, and sentences with a gap.
-  judge.Judge: an external model that judges answers.
+  verdicts.JUDGE_TEMPLATES: prompts of an external judge, and parsers of its replies.
 
-Must not import: `reporting` and rooms above.
+Must not import: `rollout` and rooms above.
 """

@@ -10,10 +10,9 @@ import pathlib
 import jax
 
 from spell_jax.algorithms import registry
-from spell_jax.algorithms.base import Algorithm, AlgorithmContext, JudgeFunction
+from spell_jax.algorithms.base import Algorithm, AlgorithmContext
 from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.algorithms.held_out import Evaluation
-from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
 from spell_jax.config import RunConfig, read
 from spell_jax.data import clusters, stream
 from spell_jax.data.config import open_clusters
@@ -24,6 +23,8 @@ from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import ModelConfig, find_folder, read_model
 from spell_jax.policy.tokenizer import Tokenizer
+from spell_jax.rollout.judge import JUDGE_KEY, Judge, JudgeFunction
+from spell_jax.rollout.worker import RolloutWorker, TextSampler
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
 from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
@@ -31,7 +32,7 @@ from spell_jax.runtime.run_logger import PhaseTimer
 from spell_jax.sampler.engine import Sampler, SamplerConfig
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.given_questions import read_scorable
-from spell_jax.selfplay.judge import JUDGE_KEY, JUDGE_TEMPLATES, Judge
+from spell_jax.selfplay.verdicts import JUDGE_TEMPLATES
 
 
 @dataclasses.dataclass(frozen=True)

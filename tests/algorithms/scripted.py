@@ -10,14 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import (
-    Algorithm,
-    AlgorithmContext,
-    AskModels,
-    Replies,
-    Reply,
-    make_reply,
-)
+from spell_jax.algorithms.base import Algorithm, AlgorithmContext
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode
@@ -25,6 +18,7 @@ from spell_jax.data.clusters import PAPER_TASKS, Cluster, in_memory
 from spell_jax.data.samples import Sample
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
+from spell_jax.rollout.replies import AskModels, Replies, Reply, make_reply
 from spell_jax.selfplay import prompts
 
 PROMPTS = prompts.load("compact")

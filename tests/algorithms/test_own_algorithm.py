@@ -20,7 +20,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from spell_jax.algorithms import registry as registry
-from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key, Reply
+from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key
 from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.config import default_config, extra_model
 from spell_jax.data.clusters import Cluster
@@ -29,6 +29,7 @@ from spell_jax.learner.packing import TrainGroup
 from spell_jax.policy import weights
 from spell_jax.reporting.episodes import choose_episodes
 from spell_jax.reporting.page import RunData, write_page
+from spell_jax.rollout.replies import Reply
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.metrics import Metrics

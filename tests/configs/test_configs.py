@@ -422,7 +422,7 @@ def test_ablation_runs_a_step(name, monkeypatch):
     config = noise.small_config(TINY_POLICY, **overrides)
     config.algorithm.group_size = overrides.get("algorithm.group_size", 8)
     monkeypatch.setattr(
-        "spell_jax.selfplay.judge.Judge.judge",
+        "spell_jax.rollout.judge.Judge.judge",
         lambda self, items: [int(prediction == reference) for _, prediction, reference in items],
     )
     config.sampler.max_prompt = 384

@@ -18,8 +18,9 @@ from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import TINY_POLICY
+from spell_jax.rollout.judge import Judge
 from spell_jax.runtime.jsonl import write_records
-from spell_jax.selfplay.judge import Judge, parse_grade
+from spell_jax.selfplay.verdicts import parse_grade
 from tests import evaluating
 
 WORDS = tokenizers.load(TINY_POLICY)

@@ -24,7 +24,7 @@ from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.endpoint import ChatRequest, Endpoint, EndpointConfig
 from tests import evaluating
-from tests.selfplay.test_judge import Answer, Server, completion, server
+from tests.rollout.test_judge import Answer, Server, completion, server
 
 __all__ = ["server"]  # the fixture
 

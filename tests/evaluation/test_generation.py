@@ -13,9 +13,9 @@ import pytest
 
 from spell_jax.data.samples import Sample
 from spell_jax.evaluation import generation
-from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy import tokenizer, transformer, weights
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.rollout.text_model import Policy
 from spell_jax.selfplay import prompts
 
 COMPACT = prompts.load("compact")

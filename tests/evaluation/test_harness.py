@@ -20,8 +20,8 @@ from absl import app, flags
 from spell_jax.data.samples import Sample
 from spell_jax.evaluation import harness, loglikelihood
 from spell_jax.evaluation.harness import HarnessConfig
-from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy.model import TINY_POLICY
+from spell_jax.rollout.text_model import Policy
 from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.sampler.config import SamplerConfig
 from tests import noise

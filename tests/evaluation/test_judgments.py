@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from absl import app
 
-from spell_jax.evaluation import judge as judging
-from spell_jax.evaluation import judgments, policy_flags, runner
+from spell_jax.evaluation import judgments, runner
 from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
+from spell_jax.rollout import flags as policy_flags
+from spell_jax.rollout import judge as judging
 from spell_jax.runtime.jsonl import write_records
 from tests import evaluating
-from tests.selfplay.test_judge import Server, completion, server
+from tests.rollout.test_judge import Server, completion, server
 
 __all__ = ["server"]  # the fixture
 

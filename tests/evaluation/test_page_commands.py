@@ -17,9 +17,9 @@ from absl import flags
 
 from spell_jax.configs import paper
 from spell_jax.evaluation import answering, runner
-from spell_jax.evaluation import judge as judging
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.rope import RopeConfig
+from spell_jax.rollout import judge as judging
 from spell_jax.runtime import entry
 from tests import noise
 from tests.evaluation.benchmarks import test_long_documents as rows

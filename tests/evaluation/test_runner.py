@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 from absl import app
 
-from spell_jax.evaluation import judge as judging
-from spell_jax.evaluation import policy_sampler, protocol, runner
+from spell_jax.evaluation import protocol, runner
 from spell_jax.evaluation.answering import EvaluationSampling
-from spell_jax.evaluation.judge import PolicyJudge
-from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
+from spell_jax.rollout import judge as judging
+from spell_jax.rollout import text_model
+from spell_jax.rollout.judge import PolicyJudge
+from spell_jax.rollout.text_model import Policy
 from spell_jax.runtime import fault_injection
 from spell_jax.sampler.requests import Options
 from spell_jax.sampler.session import Session
@@ -367,7 +368,7 @@ def test_sampler_shapes_depend_on_all_prompts(policy, monkeypatch):
         configs.append(sampler)
         raise InterruptedError
 
-    monkeypatch.setattr(policy_sampler, "Sampler", stop)
+    monkeypatch.setattr(text_model, "Sampler", stop)
     prompts = [np.zeros(length, np.int32) for length in (9, 20, 30)]
     options = [Options(max_tokens=cap) for cap in (2, 7, 4)]
     for indices in (None, [0], [2, 1]):

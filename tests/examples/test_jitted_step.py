@@ -13,7 +13,6 @@ import pytest
 
 from examples import jitted_step
 from examples.jitted_step import Config, Host
-from spell_jax.algorithms.base import Replies, Reply, make_reply
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.data import tiny_world
@@ -25,6 +24,7 @@ from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
 from spell_jax.policy import weights
 from spell_jax.policy.model import TINY_POLICY
+from spell_jax.rollout.replies import Replies, Reply, make_reply
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.in_jit import PaddedPrompts, PaddedReplies
 from tests.algorithms.scripted import PROMPTS, make_context

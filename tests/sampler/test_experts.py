@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from spell_jax.algorithms.base import Reply
 from spell_jax.data.samples import Sample
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
@@ -24,6 +23,7 @@ from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
 from spell_jax.policy import moe, transformer
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.rollout.replies import Reply
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler

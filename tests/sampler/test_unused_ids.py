@@ -16,7 +16,6 @@ import pytest
 from flax import linen as nn
 
 from spell_jax.evaluation import loglikelihood
-from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
@@ -25,6 +24,7 @@ from spell_jax.learner.packing import Bucket, MicroBatch, PackingConfig, TrainGr
 from spell_jax.policy import embedding, transformer, weights
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.rollout.text_model import Policy
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler

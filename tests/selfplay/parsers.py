@@ -31,7 +31,6 @@ from spell_jax.selfplay import (
     given_questions,
     hops,
     json_records,
-    judge,
     memory,
     numbers,
     parsing,
@@ -41,6 +40,7 @@ from spell_jax.selfplay import (
     rouge,
     rules,
     statements,
+    verdicts,
     written_numbers,
 )
 from spell_jax.warm_start import folder_rows
@@ -135,8 +135,13 @@ ITEM = BenchmarkItem("0", "", "", ("Paris", "B"), {"options": 10, "prefix": ""})
 _ONE = (
     *(evidence.parse_answer, evidence.find_quotes, evidence.named_document),
     *(parsing.parse_verdict, braces.last_box),
-    *(rules.visible_text, rules.normalize_answer, numbers.parse_number, judge.parse_judgement),
-    *(judge.parse_grade, evidence.answer_section, numbers.calculate, written_numbers.read_number),
+    *(rules.visible_text, rules.normalize_answer, numbers.parse_number, verdicts.parse_judgement),
+    *(
+        verdicts.parse_grade,
+        evidence.answer_section,
+        numbers.calculate,
+        written_numbers.read_number,
+    ),
     *(written_numbers.without_commands, written_numbers.with_plain_characters),
     *(statements.first_line, statements.unify, statements.number_sentence),
     *(
@@ -200,7 +205,7 @@ def _other_parsers() -> dict[Callable[..., Any], Parser]:
         kind.judge_grades: lambda t: full.judge_grades(t, t, t),
         kind.reasoning_diversity: lambda t: full.reasoning_diversity(t, [t, t]),
         kind.error_kind: lambda t: full.error_kind(t, t, t),
-        judge.parse_letter: lambda t: judge.parse_letter(t, "ABC"),
+        verdicts.parse_letter: lambda t: verdicts.parse_letter(t, "ABC"),
         kind.reconstruction: lambda t: full.reconstruction(t, dict.fromkeys("AB", t)),
         kind.evidence: lambda t: full.evidence([t], t),
         kind.evidence_scores: lambda t: full.evidence_scores(t, [t, t]),

@@ -30,18 +30,20 @@ from typing import Any
 import httpx2
 import pytest
 
-from spell_jax import algorithms, evaluation, selfplay, warm_start
-from spell_jax.algorithms.base import Annotation, Reply
+from spell_jax import algorithms, evaluation, rollout, selfplay, warm_start
+from spell_jax.algorithms.base import Annotation
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.algorithms.spell.record import make_record
 from spell_jax.data.clusters import Cluster, read_clusters
 from spell_jax.data.questions import read_questions
+from spell_jax.rollout.judge import Judge
+from spell_jax.rollout.replies import Reply
 from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.runtime.jsonl import read_records, write_records
 from spell_jax.selfplay import cloze, json_records, numbers, prompts, rules, statements
-from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Judge
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.parsing import Parsed
+from spell_jax.selfplay.verdicts import MALFORMED, UNANSWERED
 from spell_jax.trainer import supervised
 from spell_jax.warm_start import folder_rows
 from tests.selfplay.hostile import INJECTIONS, good_texts, json_value, texts
@@ -74,7 +76,8 @@ NO_READERS = {
     "evaluation.endpoint_respondent",
     *("evaluation.harness", "evaluation.harness_model", "evaluation.loglikelihood"),
     "algorithms.questions",
-    *("algorithms.base", "algorithms.rollout", "algorithms.registry", "algorithms.algorithm"),
+    *("rollout.judge", "rollout.replies", "rollout.text_model", "rollout.worker", "rollout.flags"),
+    *("algorithms.base", "algorithms.registry", "algorithms.algorithm"),
     *("held_out.share", "held_out.by_row"),
     *(
         "algorithms.config",
@@ -92,10 +95,10 @@ NO_READERS = {
     ),
     *("evaluation.registry", "evaluation.base", "evaluation.generated"),
     *("evaluation.own_questions", "evaluation.figures", "evaluation.ruler", "evaluation.sources"),
-    *("evaluation.protocol", "evaluation.published", "evaluation.policy_sampler"),
-    *("evaluation.helmet_labels", "evaluation.judge", "haystack.Names.sample", "haystack.letters"),
+    *("evaluation.protocol", "evaluation.published"),
+    *("evaluation.helmet_labels", "haystack.Names.sample", "haystack.letters"),
     # The judgments are read by functions that are listed.
-    *("evaluation.policy_flags", "evaluation.judgments", "evaluation.lengths"),
+    *("evaluation.judgments", "evaluation.lengths"),
     *("haystack.Pile.take", "haystack.HaystackSource.noise", "haystack.HaystackSource.pile"),
     *("haystack.HaystackSource.prose", "haystack.fit", "haystack.insert_needles"),
     *("haystack.split_sentences", "math_equal.check_installed", "math_equal.end_workers"),
@@ -126,7 +129,6 @@ NO_READERS = {
 }
 # Readers of files and replies, with a test of their own below.
 ELSEWHERE = {
-    "judge.Judge.judge",
     "endpoint.Endpoint.chat",
     "short.score_math",  # in test_short.py: a process for each text is too slow here
     "memory.QuestionMemory.load_state_dict",
@@ -214,9 +216,9 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "puzzles.split_paragraphs": lambda spans: all(first < last for first, last in spans),
     "puzzles.make_puzzle": lambda pair: (pair[0] is None) == bool(pair[1]),
     "puzzles.cut_window": lambda window: 0 <= window[0] <= window[1],
-    "judge.parse_judgement": (-1, 0, 1).__contains__,
-    "judge.parse_grade": (-1, 0, 1).__contains__,
-    "judge.parse_letter": (-1, 0, 1, 2).__contains__,
+    "verdicts.parse_judgement": (-1, 0, 1).__contains__,
+    "verdicts.parse_grade": (-1, 0, 1).__contains__,
+    "verdicts.parse_letter": (-1, 0, 1, 2).__contains__,
     "endpoint.read_retry_after": lambda seconds: seconds >= 0,
     "haystack.extract": _is_text_or_none,
     "haystack.match_all": _is_share,
@@ -313,7 +315,7 @@ def public_functions() -> Iterator[str]:
 
     They are "module.function" and "module.Class.method".
     """
-    packages = (selfplay, warm_start, evaluation, algorithms)
+    packages = (selfplay, rollout, warm_start, evaluation, algorithms)
     infos = [i for p in packages for i in pkgutil.walk_packages(p.__path__, f"{p.__name__}.")]
     # The only module of its room that reads what a server writes.
     for module_name in [*(i.name for i in infos if not i.ispkg), "spell_jax.runtime.endpoint"]:

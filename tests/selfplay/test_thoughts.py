@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spell_jax.selfplay import evidence, judge, puzzles
+from spell_jax.selfplay import evidence, puzzles, verdicts
 from spell_jax.selfplay.parsing import parse_question, parse_verdict
 from spell_jax.selfplay.rules import EXTRACTS, TASKS, extract_answer, score, visible_text
 from tests.paths import ROOT
@@ -63,8 +63,8 @@ def test_structured_answers_and_orders_inside_a_thought_do_not_count():
         (sections, evidence.answer_section),
         ("1 4\n2 3", lambda text: evidence.parse_scores(text, 2)),
         (r"\boxed{B, A}", lambda text: puzzles.parse_order(text, 2).letters),
-        ("YES", lambda text: judge.parse_judgement(text) == 1),
-        ("A", lambda text: judge.parse_grade(text) == 1),
+        ("YES", lambda text: verdicts.parse_judgement(text) == 1),
+        ("A", lambda text: verdicts.parse_grade(text) == 1),
     ):
         assert parse(text)
         assert not parse(f"<think>\n{text}")  # replies begin with what the template wrote

@@ -28,14 +28,14 @@ from ml_collections import ConfigDict
 from data_pipeline import long_questions
 from data_pipeline.question_rows import LAYOUTS, Draft, read_row
 from launch import random_policy
-from spell_jax.algorithms import rollout
-from spell_jax.algorithms.rollout import PendingCall, RolloutWorker
 from spell_jax.configs import eapo, paper, reconstruction, rlvr
 from spell_jax.data.clusters import ROLES
 from spell_jax.data.questions import Question, read_questions
 from spell_jax.data.samples import Sample
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
+from spell_jax.rollout import worker as worker_module
+from spell_jax.rollout.worker import PendingCall, RolloutWorker
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.runtime.metrics import read_metrics
@@ -377,7 +377,7 @@ class Script:
 
     def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked_model, tokenizer = "", None
-        real_answer, real_reply = RolloutWorker._answer, rollout.make_reply
+        real_answer, real_reply = RolloutWorker._answer, worker_module.make_reply
 
         def answer(worker: RolloutWorker, model: str, pending: deque[PendingCall]):
             nonlocal asked_model, tokenizer
@@ -393,7 +393,7 @@ class Script:
             return real_reply(prompt_ids, samples, texts, *options)
 
         monkeypatch.setattr(RolloutWorker, "_answer", answer)
-        monkeypatch.setattr(rollout, "make_reply", make_reply)
+        monkeypatch.setattr(worker_module, "make_reply", make_reply)
 
 
 def answers_to(question: Question) -> list[str]:

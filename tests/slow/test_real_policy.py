@@ -16,11 +16,11 @@ import pytest
 
 from spell_jax.configs import paper
 from spell_jax.evaluation import generation
-from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.rope import RopeConfig
+from spell_jax.rollout.text_model import Policy
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.trainer import loop
 from spell_jax.trainer.export import export

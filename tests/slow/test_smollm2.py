@@ -16,9 +16,9 @@ import tokenizers as hf
 
 from spell_jax.evaluation import answering
 from spell_jax.evaluation.benchmarks import registry
-from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy import gguf_convert, tokenizer, transformer, weights
 from spell_jax.policy.model import find_folder
+from spell_jax.rollout.text_model import Policy
 from spell_jax.runtime import paths
 from spell_jax.runtime.jsonl import write_records
 from tests import noise

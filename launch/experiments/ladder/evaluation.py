@@ -15,10 +15,11 @@ import numpy as np
 
 from launch.experiments.ladder import world
 from launch.experiments.ladder.rows import TASK, verifier_row
-from spell_jax.algorithms.base import AlgorithmContext, AskModels
+from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.algorithms.held_out import Evaluated, by_row, share
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.config import DataConfig, TinyEvaluationConfig
+from spell_jax.rollout.replies import AskModels
 from spell_jax.selfplay import parsing
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts

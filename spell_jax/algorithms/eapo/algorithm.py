@@ -26,7 +26,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from spell_jax.algorithms.base import AlgorithmContext, Annotation, Ask, AskModels, Key
+from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key
 from spell_jax.algorithms.eapo import episode as eapo_episode
 from spell_jax.algorithms.eapo.config import REWARD_MODEL, EapoConfig
 from spell_jax.algorithms.eapo.episode import EapoEpisode, Scoring
@@ -34,6 +34,7 @@ from spell_jax.algorithms.episode import ask_judge, responder_groups
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import as_clusters
 from spell_jax.learner.packing import TrainGroup
+from spell_jax.rollout.replies import Ask, AskModels
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import evidence
 from spell_jax.selfplay.rouge import rouge_l_recall

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import Annotation, Reply
+from spell_jax.algorithms.base import Annotation
 from spell_jax.algorithms.eapo.config import REWARD_MODEL
 from spell_jax.algorithms.episode import QuestionEpisode
 from spell_jax.data.samples import Sample
 from spell_jax.learner.packing import TrainGroup
+from spell_jax.rollout.replies import Reply
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay.evidence import StructuredAnswer, best_chosen, pairs_in_order
 from spell_jax.selfplay.prompts import Prompts

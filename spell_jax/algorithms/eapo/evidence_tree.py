@@ -29,10 +29,10 @@ from absl import app
 
 from spell_jax.data.samples import Sample
 from spell_jax.evaluation import generation
-from spell_jax.evaluation.judge import PolicyJudge
-from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy import choices
 from spell_jax.policy.embedder import Embedder
+from spell_jax.rollout.judge import JUDGE_KEY, Ask, PolicyJudge
+from spell_jax.rollout.text_model import Policy
 from spell_jax.runtime import distributed, entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import check_choice, check_least
@@ -40,7 +40,6 @@ from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import evidence, rules
-from spell_jax.selfplay.judge import JUDGE_KEY, Ask
 from spell_jax.selfplay.prompts import Prompts
 from spell_jax.selfplay.rouge import rouge_l_recall
 

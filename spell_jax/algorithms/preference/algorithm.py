@@ -10,21 +10,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from spell_jax.algorithms.base import (
-    USED,
-    AlgorithmContext,
-    Annotation,
-    Ask,
-    Episode,
-    Key,
-    Reply,
-)
+from spell_jax.algorithms.base import USED, AlgorithmContext, Annotation, Episode, Key
 from spell_jax.algorithms.preference import episode as pairs
 from spell_jax.algorithms.preference.episode import PairEpisode
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.data.questions import with_short_contexts
 from spell_jax.data.samples import Sample
 from spell_jax.learner.packing import TrainGroup
+from spell_jax.rollout.replies import Ask, Reply
 from spell_jax.runtime.metrics import Metrics
 
 CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair

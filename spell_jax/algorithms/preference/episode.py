@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from spell_jax.algorithms.base import Annotation, Reply
+from spell_jax.algorithms.base import Annotation
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.algorithms.spell.record import make_record
+from spell_jax.rollout.replies import Reply
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay.prompts import Prompts
 

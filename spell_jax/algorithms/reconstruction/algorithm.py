@@ -23,12 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import AlgorithmContext, Annotation, AskModels, Key, Reply
+from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key
 from spell_jax.algorithms.config import AlgorithmConfig, RolloutBudget
 from spell_jax.algorithms.episode import QuestionEpisode, responder_groups
 from spell_jax.data import clusters
 from spell_jax.data.clusters import Cluster
 from spell_jax.learner.packing import TrainGroup
+from spell_jax.rollout.replies import AskModels, Reply
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import puzzles

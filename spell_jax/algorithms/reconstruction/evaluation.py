@@ -10,9 +10,10 @@ import functools
 
 import numpy as np
 
-from spell_jax.algorithms.base import AlgorithmContext, AskModels
+from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.algorithms.held_out import Evaluated, by_row, share
 from spell_jax.algorithms.reconstruction.algorithm import REWARDS, ReconstructionConfig, pose
+from spell_jax.rollout.replies import AskModels
 from spell_jax.selfplay import puzzles
 from spell_jax.selfplay.puzzles import PromptedPuzzle
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import AlgorithmContext, Annotation, AskModels, Key
+from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key
 from spell_jax.algorithms.config import RolloutBudget
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
@@ -28,6 +28,7 @@ from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import Question, as_clusters, in_blocks, with_short_contexts
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
+from spell_jax.rollout.replies import AskModels
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.metrics import Metrics
 

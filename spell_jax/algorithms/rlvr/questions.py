@@ -47,12 +47,13 @@ from spell_jax.data.clusters import GROUPINGS, LETTERS, PAPER_TASKS, Cluster
 from spell_jax.data.config import DataConfig, TinyConfig
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
-from spell_jax.evaluation import judge as judging
-from spell_jax.evaluation import policy_flags
-from spell_jax.evaluation.policy_sampler import Policy, check_room
 from spell_jax.policy import choices
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import find_folder
+from spell_jax.rollout import flags as policy_flags
+from spell_jax.rollout import judge as judging
+from spell_jax.rollout.judge import Judge
+from spell_jax.rollout.text_model import Policy, check_room
 from spell_jax.runtime import distributed, durable, entry, fault_injection, paths
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.config import check_choice, check_least
@@ -63,8 +64,8 @@ from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import parsing, rules
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Judge
 from spell_jax.selfplay.prompts import Prompts
+from spell_jax.selfplay.verdicts import MALFORMED, UNANSWERED
 
 TEACHER_KEY = "SPELL_TEACHER_KEY"  # an environment variable: configs are written to disk
 QUESTIONS, SUMMARY, REPLIES = "questions.jsonl", "summary.json", "teacher.jsonl"

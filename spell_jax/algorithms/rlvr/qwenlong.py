@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import AlgorithmContext, AskModels, Key
+from spell_jax.algorithms.base import AlgorithmContext, Key
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig, deal_once
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.data.clusters import in_memory
 from spell_jax.data.questions import Question, as_clusters
 from spell_jax.data.stream import TaskStream
+from spell_jax.rollout.replies import AskModels
 from spell_jax.runtime.metrics import Metrics
 
 log = logging.getLogger(__name__)

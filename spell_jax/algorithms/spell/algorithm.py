@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import AlgorithmContext, Annotation, Ask, AskModels, Key, Reply
+from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key
 from spell_jax.algorithms.episode import ask_judge, judge_answers
 from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell import frozen_reader, progress
@@ -37,6 +37,7 @@ from spell_jax.algorithms.spell.record import add_metrics, annotate, make_record
 from spell_jax.data.clusters import CLOZE, LETTERS, Cluster
 from spell_jax.learner.advantages import questioner_advantages
 from spell_jax.learner.packing import TrainGroup
+from spell_jax.rollout.replies import Ask, AskModels, Reply
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import cloze, evidence, parsing, rewards, rules, selection

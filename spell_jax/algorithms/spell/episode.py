@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from spell_jax.algorithms.base import Reply
 from spell_jax.algorithms.episode import QuestionEpisode
 from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.rollout.replies import Reply
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import cloze, rewards, selection
 from spell_jax.selfplay.memory import Entry

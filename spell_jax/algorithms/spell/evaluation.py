@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from spell_jax.algorithms.base import AskModels
 from spell_jax.algorithms.held_out import Evaluated, by_row, share
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data import tiny_world as world
 from spell_jax.data.clusters import LETTERS
 from spell_jax.data.config import TinyEvaluationConfig
+from spell_jax.rollout.replies import AskModels
 from spell_jax.selfplay import parsing, rules
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts

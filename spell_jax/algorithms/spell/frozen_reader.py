@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from spell_jax.algorithms.base import Ask
 from spell_jax.algorithms.spell.config import CONFIRMED, READER, SpellConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode, reject
+from spell_jax.rollout.replies import Ask
 from spell_jax.selfplay import rules
 from spell_jax.selfplay.hops import join_hop, split_hops
 from spell_jax.selfplay.prompts import Prompts

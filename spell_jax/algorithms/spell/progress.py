@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spell_jax.algorithms.base import Ask, AskModels, Reply
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.data.stream import TaskStream
+from spell_jax.rollout.replies import Ask, AskModels, Reply
 from spell_jax.selfplay import cloze
 from spell_jax.selfplay.probes import Probe, ProbeSet
 from spell_jax.selfplay.prompts import Prompts

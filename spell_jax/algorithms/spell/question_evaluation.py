@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from spell_jax.algorithms.base import AskModels
 from spell_jax.algorithms.held_out import Evaluated, HeldOutQuestions, by_row, share
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.clusters import LETTERS
+from spell_jax.rollout.replies import AskModels
 from spell_jax.selfplay import parsing
 
 _SEED = 0  # of the letters that multiple-choice questions shall have

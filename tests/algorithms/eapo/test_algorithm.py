@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from spell_jax.algorithms.base import AlgorithmContext, Reply, records
+from spell_jax.algorithms.base import AlgorithmContext, records
 from spell_jax.algorithms.eapo.algorithm import Eapo, is_consistent
 from spell_jax.algorithms.eapo.config import EapoConfig
 from spell_jax.algorithms.eapo.episode import EapoEpisode, Scoring
@@ -24,6 +24,7 @@ from spell_jax.data.stream import TaskStream
 from spell_jax.learner.advantages import group_advantages
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.reporting import episodes as report_episodes
+from spell_jax.rollout.replies import Reply
 from spell_jax.runtime.episodes import EpisodeWriter
 from spell_jax.selfplay.evidence import StructuredAnswer, write_answer
 from tests.algorithms.scripted import (

@@ -22,17 +22,17 @@ from spell_jax.data import tfds_sets
 from spell_jax.data.clusters import PAPER_TASKS, Cluster, in_memory
 from spell_jax.data.questions import read_questions
 from spell_jax.data.stream import TaskStream
-from spell_jax.evaluation.policy_sampler import SIZES, Policy
 from spell_jax.policy.model import TINY_POLICY
+from spell_jax.rollout.judge import Judge
+from spell_jax.rollout.text_model import SIZES, Policy
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.judge import Judge
 from tests import noise
 from tests.algorithms.scripted import ScriptedModels, make_context
-from tests.selfplay.test_judge import Answer, Server, completion, server
+from tests.rollout.test_judge import Answer, Server, completion, server
 
 __all__ = ["server"]  # the fixture
 COMPACT = prompt_sets.load("compact")

@@ -8,9 +8,9 @@ from typing import Any
 from absl import app, flags
 
 from spell_jax.policy.choices import DTYPES
-from spell_jax.selfplay.judge import JUDGE_TEMPLATES
+from spell_jax.selfplay.verdicts import JUDGE_TEMPLATES
 
-# Sampler sizes that depend on the machine's memory (policy_sampler.SIZES). They stand here, because
+# Sampler sizes that depend on the machine's memory (text_model.SIZES). They stand here, because
 # --help must not wait for the import of JAX.
 SIZES: dict[str, Any] = {"kv_cache_tokens": 65_536, "slots": 512, "prefill_tokens": 8192}
 

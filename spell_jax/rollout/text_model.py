@@ -13,9 +13,9 @@ import numpy as np
 from etils import epath
 
 from spell_jax.data.samples import Sample
-from spell_jax.evaluation import policy_flags
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.model import find_folder
+from spell_jax.rollout import flags as policy_flags
 from spell_jax.runtime import distributed, hashes
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig

@@ -1,6 +1,6 @@
 """A small algorithm on a mesh of four devices, in one process or as one of two processes.
 
-python -m tests.algorithms.hosts PORT PROCESS        # prints the replies as JSON
+python -m tests.rollout.hosts PORT PROCESS        # prints the replies as JSON
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def run() -> list[Any]:
     """Return the replies to each coroutine, in the order in which the coroutines ended."""
     import jax
 
-    from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
     from spell_jax.policy import transformer
+    from spell_jax.rollout.worker import RolloutWorker, TextSampler
     from spell_jax.runtime import mesh as meshes
     from spell_jax.sampler.config import SamplerConfig
     from spell_jax.sampler.engine import Sampler

@@ -1,7 +1,7 @@
-"""External LLM judge: verdicts in place of the rule or beside it (paper section 4.6, spec 11).
+"""External judge: verdicts in place of the rule or beside it (paper section 4.6, spec 11).
 
 1. A template turns each (question, prediction, reference) into one prompt: a question of yes or no,
-   or one of three grades (EAPO). `Endpoint`, or a local policy (see Ask), replies to new prompts.
+   or one of three grades (EAPO). An `Endpoint` or a local policy replies to new prompts.
 2. A reply is parsed as 1, 0 or MALFORMED. Without a reply, the verdict is UNANSWERED.
 3. Replies may be appended to a file as they arrive: a restarted judge sends only the other prompts.
 4. Missing replies are counted and logged, never raised.
@@ -9,68 +9,49 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import json
 import logging
 import os
 import pathlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from spell_jax.runtime import fault_injection
+import jax
+import numpy as np
+from absl import app
+
+from spell_jax.rollout.flags import SIZES
+from spell_jax.rollout.text_model import Policy, check_room
+from spell_jax.runtime import distributed, fault_injection
+from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.runtime.jsonl import append_records, read_records
-from spell_jax.selfplay.prompts import Prompts
-from spell_jax.selfplay.rules import visible_text
+from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.requests import Options
+from spell_jax.selfplay import prompts as prompt_sets
+from spell_jax.selfplay.verdicts import (
+    JUDGE_TEMPLATES,
+    MALFORMED,
+    UNANSWERED,
+    Parse,
+    Template,
+    parse_judgement,
+)
 
 log = logging.getLogger(__name__)
 
 # Environment variable of a judge's key. Configs are written to disk, keys are not.
 JUDGE_KEY = "SPELL_JUDGE_KEY"
-MALFORMED, UNANSWERED = -1, -2
-MISSING = {MALFORMED: "malformed", UNANSWERED: "unanswered"}  # names of missing verdicts
-
-_MARKS = " \t\n*`'\"()[]."  # around a grade's letter
 
 Item = tuple[Any, ...]  # fields of a prompt, such as question, prediction and reference
-Parse = Callable[[str], int]  # reply -> verdict (such as 1 or 0), or MALFORMED
+# (question, prediction, reference) triples -> 1 (right), 0 (wrong) or -1 (no verdict).
+JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
 # Prompts -> (index of a prompt, reply) in order of arrival; a reply of None is a failure.
 Ask = Callable[[Sequence[str]], Iterable[tuple[int, str | None]]]
-
-
-def parse_judgement(text: str) -> int:
-    """Return 0 if the visible text contains NO, else 1 if it contains YES, else MALFORMED."""
-    visible = visible_text(text) or ""
-    # NO first: "YES" counts only without "NO" (spec 11).
-    if "NO" in visible:
-        return 0
-    return 1 if "YES" in visible else MALFORMED
-
-
-def parse_grade(text: str) -> int:
-    """Return 1 for the grade A, 0 for B and C, else MALFORMED; see `parse_letter`."""
-    place = parse_letter(text, "ABC")
-    return place if place == MALFORMED else int(place == 0)
-
-
-def parse_letter(text: str, letters: str) -> int:
-    """Return the place in `letters` of the letter that a reply consists of, else MALFORMED.
-
-    The visible text is the letter, perhaps with its name ("A: correct") and marks around it.
-    """
-    letter = (visible_text(text) or "").partition(":")[0].strip(_MARKS)
-    return letters.index(letter) if len(letter) == 1 and letter in letters else MALFORMED
-
-
-# Values of algorithm.rule, and of --rule of evaluations, that ask a judge.
-JUDGE_RULES = ("judge", "match_or_judge")
-# Prompt of an Item, verdict of a reply.
-Template = tuple[Callable[..., str], Parse]
-# Values of algorithm.judge_template.
-JUDGE_TEMPLATES: dict[str, Template] = {
-    "yes_no": (Prompts.judge, parse_judgement),
-    "grades": (Prompts.judge_grades, parse_grade),
-}
+REPLIES = "judge.jsonl"
 
 
 class Judge:
@@ -158,3 +139,74 @@ class Judge:
             append_records(self._file, [{"key": key, "model": self.model, "reply": reply}])
         fault_injection.point("judged")
         return verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyJudge:
+    """A policy of our own as the judge, with greedy replies of at most `max_tokens` tokens.
+
+    All processes must call a judge together. The prompts of process 0 count, and all processes get
+    the replies.
+    """
+
+    policy: Policy
+    max_tokens: int
+
+    def __post_init__(self):
+        check_room(self.policy, self.max_tokens, "judge")
+
+    def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[int, str | None]]:
+        """Yield (index of the prompt, reply); None if the prompt does not fit. See Ask."""
+        # Only process 0 has rows to judge, but all devices take part in sampling.
+        prompts = distributed.broadcast(lambda: list(prompts))
+        keys = np.zeros((len(prompts), 2), np.uint32)  # unused: decoding is greedy
+        options = Options(temperature=0.0, max_tokens=self.max_tokens)
+        yield from self.policy.reply(prompts, keys, options)
+
+
+def make_judge(
+    flag_values: Any, out: pathlib.Path, sizes: SamplerConfig, template: Template | None = None
+) -> Judge | None:
+    """Build the judge that the flags (flags.py) select, if any.
+
+    `template` replaces --judge_template's. The replies are kept in OUT/judge.jsonl. `sizes` are the
+    sampler sizes of a judging policy.
+    Raises UsageError if only one of --judge_url and --judge_model is set, or an endpoint and a
+    policy; and the errors of EndpointConfig and weights.read_config_and_tokenizer.
+    """
+    if bool(flag_values.judge_url) != bool(flag_values.judge_model) or (
+        flag_values.judge_url and flag_values.judge_policy
+    ):
+        raise app.UsageError("--judge_url and --judge_model go together, without --judge_policy")
+    if not (flag_values.judge_url or flag_values.judge_policy):
+        return None
+    cache_file = out / REPLIES if jax.process_index() == 0 else None
+    if flag_values.judge_policy:
+        policy = Policy(flag_values.judge_policy, flag_values.dtype, sizes=sizes)
+        ask = PolicyJudge(policy, flag_values.judge_max_tokens)
+        # The cache of replies is keyed by this name: other weights must not reuse replies.
+        model = f"{policy.folder.name} {policy.fingerprint()}"
+    else:
+        model = flag_values.judge_model
+        ask = Endpoint(
+            EndpointConfig(
+                flag_values.judge_url,
+                model,
+                os.environ.get(JUDGE_KEY),
+                key_name=JUDGE_KEY,
+                max_tokens=flag_values.judge_max_tokens,
+                # A reasoning judge may write thousands of tokens.
+                timeout_s=600.0,
+                # Two minutes of back-off, enough for a server restart.
+                attempts=8,
+                workers=flag_values.judge_workers,
+                requests_per_s=flag_values.judge_rate,
+            )
+        )
+    write, parse = template or JUDGE_TEMPLATES[flag_values.judge_template]
+    write_prompt = functools.partial(write, prompt_sets.load("full"))
+    return Judge(ask, write_prompt, model, parse, cache_file=cache_file)
+
+
+def read_sizes(flag_values: Any) -> SamplerConfig:
+    return SamplerConfig(**{name: getattr(flag_values, name) for name in SIZES})

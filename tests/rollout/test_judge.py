@@ -9,20 +9,15 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from spell_jax.rollout.judge import JUDGE_KEY, Judge
 from spell_jax.runtime import endpoint as endpoints
 from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.selfplay import prompts
-from spell_jax.selfplay.judge import (
-    JUDGE_KEY,
+from spell_jax.selfplay.verdicts import (
     JUDGE_TEMPLATES,
     MALFORMED,
     UNANSWERED,
-    Judge,
-    parse_grade,
-    parse_judgement,
 )
 
 Answer = tuple[int, str] | tuple[int, str, dict[str, str]]  # status, body, headers
@@ -292,37 +287,6 @@ def test_concurrent_requests_are_limited_to_workers(server):
 def test_config_errors_name_the_field(field, value):
     with pytest.raises(ValueError, match=field):
         EndpointConfig(**{"url": "http://x/", "model": "m", "key_name": "A_KEY", field: value})
-
-
-def test_parsed_verdicts_match_the_reference(cases):
-    for case in cases("eval_judge_parse"):
-        verdict = {"YES": 1, "NO": 0, "INVALID": -1}[case["out"]["judge_pred"]]
-        assert parse_judgement(*case["in"]) == verdict, case
-
-
-@given(st.text())
-def test_any_reply_gives_a_verdict(text):
-    assert parse_judgement(text) in (-1, 0, 1)
-    assert parse_grade(text) in (-1, 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("reply", "verdict"),
-    [
-        ("A", 1),
-        ("B", 0),
-        ("C", 0),  # not attempted
-        ("<think>B? No.</think>\n**A**", 1),
-        ("(A): correct", 1),
-        ("[[C]]", 0),
-        ("A or B", MALFORMED),
-        ("CORRECT", MALFORMED),
-        ("<think>A", MALFORMED),
-        ("", MALFORMED),
-    ],
-)
-def test_grades_are_verdicts(reply, verdict):
-    assert parse_grade(reply) == verdict
 
 
 def test_judge_template_has_its_own_prompt_and_parser(tmp_path):

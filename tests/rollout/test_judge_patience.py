@@ -11,8 +11,8 @@ import pytest
 
 from spell_jax.runtime import endpoint, fault_injection
 from spell_jax.runtime.endpoint import EndpointConfig, read_retry_after
-from spell_jax.selfplay.judge import MALFORMED, UNANSWERED
-from tests.selfplay.test_judge import (
+from spell_jax.selfplay.verdicts import MALFORMED, UNANSWERED
+from tests.rollout.test_judge import (
     Answer,
     Server,
     Time,

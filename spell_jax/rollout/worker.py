@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from spell_jax.algorithms.base import Ask, Item, Replies, Result, make_reply
 from spell_jax.data.samples import Sample
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.policy.transformer import Params
+from spell_jax.rollout.replies import Ask, Item, Replies, Result, make_reply
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import fold_keys
@@ -32,7 +32,7 @@ from spell_jax.sampler.session import Session
 
 @dataclasses.dataclass(eq=False)
 class PendingCall:
-    """A call of base.Ask. Awaiting it yields it to the worker and returns the replies."""
+    """A call of replies.Ask. Awaiting it yields it to the worker and returns the replies."""
 
     number: tuple[int, int]  # (coroutine in the step, call in the coroutine), from 1
     role: str

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.algorithms import hosts
+from tests.rollout import hosts
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ def test_two_hosts_get_the_same_replies_as_one() -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "tests.algorithms.hosts", port]
+    command = [sys.executable, "-m", "tests.rollout.hosts", port]
     running = [
         subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in (0, 1)
     ]

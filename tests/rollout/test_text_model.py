@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spell_jax.data.samples import Sample
-from spell_jax.evaluation.policy_sampler import Policy
+from spell_jax.rollout.text_model import Policy
 from spell_jax.sampler.requests import Options
 from tests import noise
 
