@@ -28,7 +28,8 @@ from spell_jax.data.clusters import Cluster, ClusterSource
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
-from spell_jax.rollout.worker import RolloutWorker, TextSampler
+from spell_jax.rollout.text_model import TextSampler
+from spell_jax.rollout.worker import RolloutWorker
 from spell_jax.runtime.config import Config, check_least
 from spell_jax.sampler.dry import AgentCounts, DrySampler
 from spell_jax.sampler.engine import Sampler

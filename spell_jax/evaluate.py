@@ -99,7 +99,7 @@ def main(_) -> None:
         return
     config = runner.from_flags(flag_values)
     # The judge is made before sampling, so that a mistake in its flags costs no answers.
-    judge = judging.make_judge(flag_values, out, sizes)
+    judge = judging.judge_of_flags(flag_values, out, sizes)
     folder = flag_values.workdir or flag_values.policy or ""
     name = flag_values.name or config.model or pathlib.Path(folder).resolve().name
     columns = registry.COLUMN_CHOICES[flag_values.columns]

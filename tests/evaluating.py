@@ -25,8 +25,9 @@ from spell_jax.evaluation import runner
 from spell_jax.evaluation.answering import EvaluationSampling
 from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.rollout import judge as judging
-from spell_jax.rollout.judge import Ask, Judge, PolicyJudge
-from spell_jax.rollout.text_model import Policy
+from spell_jax.rollout.judge import AskJudge, Judge
+from spell_jax.rollout.repliers import PolicyReplier
+from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import setup as start
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import prompts as prompt_sets
@@ -90,9 +91,9 @@ def reply(prompts: Sequence[str]) -> Iterator[tuple[int, str | None]]:
         yield index, ("[[YES]]", "[[NO]]", "perhaps", None)[_sum(prompt) % 4]
 
 
-def policy_judge(folder: pathlib.Path) -> Ask:
+def policy_judge(folder: pathlib.Path) -> AskJudge:
     """Return a policy as the judge; only process 0 may have answers to judge."""
-    judge = PolicyJudge(Policy(folder, sizes=SIZES), 4)
+    judge = PolicyReplier(TextModel(folder, sizes=SIZES), 4)
 
     def ask(prompts: Sequence[str]) -> Iterator[tuple[int, str | None]]:
         assert jax.process_index() == 0 or not prompts, "the judge is asked twice"

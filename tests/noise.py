@@ -36,7 +36,7 @@ from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.reporting import run_report
-from spell_jax.rollout.text_model import Policy
+from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import mesh
 from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler.engine import Sampler
@@ -215,13 +215,13 @@ def lose_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def finish_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mark the replies of judges and teachers as finished, because cut-off replies are not read."""
-    sample = Policy.sample
+    sample = TextModel.sample
 
     def finished(*arguments, **options):
         for place, samples in sample(*arguments, **options):
             yield place, [dataclasses.replace(reply, stopped=True) for reply in samples]
 
-    monkeypatch.setattr(Policy, "sample", finished)
+    monkeypatch.setattr(TextModel, "sample", finished)
 
 
 def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,8 @@ from spell_jax.evaluation import protocol
 from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.rollout.judge import Item, Judge
-from spell_jax.rollout.text_model import Policy
+from spell_jax.rollout.replies import Prompt
+from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import read_records, write_records
@@ -65,9 +66,8 @@ class TokenizedQuestion:
 
     benchmark: Benchmark
     item: BenchmarkItem
-    ids: np.ndarray  # prompt in the chat layout, int32 [P], truncated to the largest limit
+    prompt: Prompt  # in the chat layout, truncated to the largest limit
     length: int  # prompt tokens before truncation
-    thought: str = ""  # start of a thought that the chat layout writes (Tokenizer.open_thought)
 
     @property
     def judged(self) -> bool:
@@ -119,35 +119,35 @@ class Respondent(Protocol):
 class PolicyRespondent:
     """A policy as respondent; all processes call it together."""
 
-    policy: Policy
+    model: TextModel
     sampling: EvaluationSampling
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self.policy.tokenizer
+        return self.model.tokenizer
 
     def fingerprint(self) -> str:
-        return self.policy.fingerprint()
+        return self.model.fingerprint()
 
     def read_questions(
         self, benchmarks: Sequence[Benchmark], limits: Sequence[int]
     ) -> list[TokenizedQuestion]:
-        questions = tokenize(self.policy, benchmarks, max(limits))
-        check_context(self.sampling, self.policy, questions)
+        questions = tokenize(self.model, benchmarks, max(limits))
+        check_context(self.sampling, self.model, questions)
         entry.setup_done()
         return questions
 
     def answer(
         self, questions: Sequence[TokenizedQuestion], limit: int, answered_keys: Set[QuestionKey]
     ) -> Iterator[tuple[QuestionKey, list[Row]]]:
-        return sample_answers(self.sampling, self.policy, questions, limit, answered_keys)
+        return sample_answers(self.sampling, self.model, questions, limit, answered_keys)
 
     def release(self) -> None:
-        self.policy.release()
+        self.model.release()
 
 
 def tokenize(
-    policy: Policy, benchmarks: Sequence[Benchmark], longest: int
+    model: TextModel, benchmarks: Sequence[Benchmark], longest: int
 ) -> list[TokenizedQuestion]:
     """Tokenize all questions; truncate each prompt to `longest` tokens, as some have millions.
 
@@ -157,26 +157,31 @@ def tokenize(
     for benchmark in benchmarks:
         for item in benchmark.items:
             try:
-                ids = np.array(policy.tokenizer.chat(item.prompt), np.int32)
-                thought = policy.tokenizer.open_thought(item.prompt)
+                prompt = model.encode(item.prompt)
             except ValueError as error:
                 raise ValueError(f"{benchmark.name}: {item.id}: {error}") from error
             # Prompts of all limits are cut from this one: cutting twice equals cutting to the
             # smaller limit.
-            shortened = protocol.truncate(ids, longest)
-            questions.append(TokenizedQuestion(benchmark, item, shortened, len(ids), thought))
+            length, shortened = len(prompt.ids), truncate_prompt(prompt, longest)
+            questions.append(TokenizedQuestion(benchmark, item, shortened, length))
     return questions
 
 
+def truncate_prompt(prompt: Prompt, limit: int) -> Prompt:
+    """Cut the middle out of a prompt of more than `limit` tokens."""
+    ids = protocol.truncate(np.array(prompt.ids, np.int32), limit)
+    return dataclasses.replace(prompt, ids=ids)
+
+
 def check_context(
-    sampling: EvaluationSampling, policy: Policy, questions: Sequence[TokenizedQuestion]
+    sampling: EvaluationSampling, model: TextModel, questions: Sequence[TokenizedQuestion]
 ) -> None:
     """Raise ValueError, before any sampling, if a prompt and answer may exceed the context."""
     # The largest prompt and the largest answer need not belong to one question, but one program is
     # compiled for both.
-    longest = max(len(question.ids) for question in questions)
+    longest = max(len(question.prompt.ids) for question in questions)
     cap = max(sampling.options(question.benchmark).max_tokens for question in questions)
-    policy.config.check_length(longest + cap)
+    model.config.check_length(longest + cap)
 
 
 def fingerprint(benchmark: Benchmark) -> str:
@@ -190,7 +195,7 @@ def fingerprint(benchmark: Benchmark) -> str:
 
 def sample_answers(
     sampling: EvaluationSampling,
-    policy: Policy,
+    model: TextModel,
     questions: Sequence[TokenizedQuestion],
     limit: int,
     answered_keys: Set[QuestionKey],
@@ -210,20 +215,21 @@ def sample_answers(
     # processes.
     keys = fold_keys(seed, [(limit, *(zlib.crc32(n.encode()) for n in name[1:])) for name in names])
     options = [sampling.options(question.benchmark) for question in questions]
-    prompts = [protocol.truncate(question.ids, limit) for question in questions]
-    sampled = policy.sample(prompts, sampling.samples, keys, options, unanswered)
-    for count, (i, samples) in enumerate(sampled, 1):
+    prompts = [truncate_prompt(question.prompt, limit) for question in questions]
+    replies = model.ask(prompts, sampling.samples, options, keys, prompt_indices=unanswered)
+    for count, (i, reply) in enumerate(replies, 1):
+        assert reply is not None  # check_context
         row = dict(zip(KEY_FIELDS, names[i], strict=True))
-        row |= {"tokens_in": len(prompts[i]), "truncated": questions[i].length > limit}
+        row |= {"tokens_in": len(prompts[i].ids), "truncated": questions[i].length > limit}
         rows = [
             row
             | {
                 "sample": number,
-                "text": questions[i].thought + policy.tokenizer.decode(sample.content),
+                "text": text,
                 "tokens_out": len(sample.tokens),
                 "stopped": bool(sample.stopped),
             }
-            for number, sample in enumerate(samples)
+            for number, (sample, text) in enumerate(zip(reply.samples, reply.texts, strict=True))
         ]
         yield names[i], rows
         if count % 100 == 0:

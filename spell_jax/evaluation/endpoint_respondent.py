@@ -35,6 +35,7 @@ from spell_jax.evaluation.answering import (
 from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.rollout.replies import Prompt
 from spell_jax.runtime import entry
 from spell_jax.runtime.endpoint import ChatReply, ChatRequest, Endpoint, EndpointConfig
 from spell_jax.runtime.jsonl import append_records, read_records
@@ -130,13 +131,13 @@ class EndpointRespondent:
         self, benchmark: Benchmark, item: BenchmarkItem, longest: int
     ) -> TokenizedQuestion:
         if self.tokenizer is None:
-            return TokenizedQuestion(benchmark, item, np.zeros(0, np.int32), 0)
+            return TokenizedQuestion(benchmark, item, Prompt(()), 0)
         try:
             ids = np.array(self.tokenizer.encode(item.prompt), np.int32)
         except ValueError as error:
             raise ValueError(f"{benchmark.name}: {item.id}: {error}") from error
         shortened = protocol.truncate(ids, longest - self._layout)
-        return TokenizedQuestion(benchmark, item, shortened, len(ids) + self._layout)
+        return TokenizedQuestion(benchmark, item, Prompt(shortened), len(ids) + self._layout)
 
     def answer(
         self, questions: Sequence[TokenizedQuestion], limit: int, answered_keys: Set[QuestionKey]
@@ -228,7 +229,7 @@ class EndpointRespondent:
         """Return the message of a question, cut to a limit."""
         if self.tokenizer is None or question.length <= limit:
             return question.item.prompt
-        shortened = protocol.truncate(question.ids, limit - self._layout)
+        shortened = protocol.truncate(np.asarray(question.prompt.ids), limit - self._layout)
         return self.tokenizer.decode(shortened.tolist())
 
     def _seed(self, key: QuestionKey, number: int) -> int:

@@ -18,10 +18,9 @@ from absl import app
 from etils import epath
 
 from spell_jax.data.clusters import ROLES
-from spell_jax.data.samples import Sample
 from spell_jax.policy.choices import THINKING
-from spell_jax.policy.tokenizer_base import Tokenizer
-from spell_jax.rollout.text_model import Policy
+from spell_jax.rollout.replies import Reply
+from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import entry, paths, remote
 from spell_jax.runtime.jsonl import read_json, require_records, write_records
 from spell_jax.runtime.paths import CONFIG_FILE
@@ -44,17 +43,17 @@ def answer_requests(flag_values: Any) -> None:
     Raises UsageError if the flags name no policy, FileNotFoundError or ValueError if a file is
     missing or damaged, or a flag is out of range.
     """
-    policy, prompts, sampling = load(flag_values)
+    model, prompts, sampling = load(flag_values)
     records, texts = read_requests(flag_values.prompts, prompts)
     workdir = paths.open_folder(flag_values.workdir) if flag_values.workdir else None
     extract = flag_values.extract or find_field(workdir, "extract", "lenient")
     write_answers(
         flag_values,
-        answer(policy, records, texts, flag_values.samples, sampling, flag_values.seed, extract),
+        answer(model, records, texts, flag_values.samples, sampling, flag_values.seed, extract),
     )
 
 
-def load(flag_values: Any) -> tuple[Policy, Prompts, Record]:
+def load(flag_values: Any) -> tuple[TextModel, Prompts, Record]:
     """Return the policy, the wording of its prompts and the sampling options.
 
     Raises the errors of `answer_requests`.
@@ -72,7 +71,11 @@ def load(flag_values: Any) -> tuple[Policy, Prompts, Record]:
         "max_tokens": flag_values.max_tokens,
     }
     Options(**sampling)  # checks the values before the weights are read
-    return Policy(str(folder), flag_values.dtype, THINKING[flag_values.thinking]), prompts, sampling
+    return (
+        TextModel(str(folder), flag_values.dtype, THINKING[flag_values.thinking]),
+        prompts,
+        sampling,
+    )
 
 
 def write_answers(flag_values: Any, results: Sequence[Record]) -> None:
@@ -150,7 +153,7 @@ def read_requests(
 
 
 def answer(
-    policy: Policy,
+    model: TextModel,
     records: Sequence[Record],
     prompts: Sequence[str],
     samples: int,
@@ -166,41 +169,37 @@ def answer(
     option is out of range.
     """
     options = Options(**sampling)
-    ids, fitting = policy.fit(prompts, options.max_tokens)
-    room = policy.config.max_positions - options.max_tokens
-    if not ids:
+    encoded, room = [model.encode(prompt) for prompt in prompts], model.room(options.max_tokens)
+    refused = sum(len(prompt.ids) > room for prompt in encoded)
+    if refused == len(prompts):
         raise ValueError(
             f"max_tokens = {options.max_tokens}: leaves {room} of the policy's "
             "max_position_embeddings, and every prompt is longer"
         )
     entry.setup_done()
-    if refused := len(prompts) - len(ids):
+    if refused:
         log.warning("%d prompts are longer than %d tokens and were not answered", refused, room)
     # Keys by the place among all requests: a prompt that no longer fits must not change the answers
     # to the prompts after it.
-    keys = request_keys(jax.random.key(seed), len(prompts))[fitting]
-    sampled = policy.sample(ids, samples, keys, [options] * len(ids))
-    answers = {fitting[i]: group for i, group in sampled}
+    keys = request_keys(jax.random.key(seed), len(prompts))
+    replies = dict(model.ask(encoded, samples, options, keys))
+    count_tokens = model.tokenizer.count
     return [
-        describe_answers(record, prompt, answers.get(i, []), policy.tokenizer, extract)
-        for i, (record, prompt) in enumerate(zip(records, prompts, strict=True))
+        describe_answers(record, replies[i], count_tokens, extract)
+        for i, record in enumerate(records)
     ]
 
 
 def describe_answers(
     record: Record,
-    prompt: str,
-    samples: Sequence[Sample],
-    tokenizer: Tokenizer,
+    reply: Reply | None,
+    count_tokens: Callable[[str], int],
     extract: str = "lenient",
 ) -> Record:
     """Return the output line of one request: its fields, the answers and the parsed answers."""
-    # A chat layout may open the thought at the end of the prompt. Parsers look for the whole
-    # thought, so its start is put back before the sampled text.
-    thought = tokenizer.open_thought(prompt)
-    texts = [thought + tokenizer.decode(sample.content) for sample in samples]
+    texts, samples = (reply.texts, reply.samples) if reply else ((), ())
     result = record | {
-        "answers": texts,
+        "answers": list(texts),
         "logprobs": [sample.logprob for sample in samples],
         "tokens": [len(sample.tokens) for sample in samples],
         "stopped": [sample.stopped for sample in samples],
@@ -214,7 +213,5 @@ def describe_answers(
         return result | {
             "predictions": [rules.extract_answer(text, task, extract) for text in texts]
         }
-    parsed = [
-        parsing.parse_question(text, task, tokenizer.count, extract=extract) for text in texts
-    ]
+    parsed = [parsing.parse_question(text, task, count_tokens, extract=extract) for text in texts]
     return result | {"parsed": [dataclasses.asdict(proposal) for proposal in parsed]}

@@ -23,7 +23,7 @@ from spell_jax.evaluation.runner import policy_folder
 from spell_jax.policy.choices import THINKING
 from spell_jax.policy.model import ModelConfig
 from spell_jax.rollout import flags as policy_flags
-from spell_jax.rollout.text_model import SIZES, Policy
+from spell_jax.rollout.text_model import SIZES, TextModel
 from spell_jax.runtime import distributed, entry, paths, remote, setup
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_json, write_records
@@ -151,7 +151,7 @@ def evaluate(
     from spell_jax.evaluation.harness_model import PolicyLM
 
     out, thinking = pathlib.Path(out), THINKING[config.thinking]
-    policy = Policy(
+    policy = TextModel(
         config.policy, config.dtype, thinking, sizes, config.rope_scaling, config.rope_factor
     )
     tasks = _load_tasks(config)
@@ -225,7 +225,7 @@ def _load_tasks(config: HarnessConfig) -> Any:
     return tasks
 
 
-def _check_tasks(config: HarnessConfig, policy: Policy, tasks: dict[str, Any]) -> None:
+def _check_tasks(config: HarnessConfig, policy: TextModel, tasks: dict[str, Any]) -> None:
     """Raise ValueError, before any sampling, for a task that this policy cannot do."""
     from spell_jax.evaluation.harness_model import read_options
 

@@ -27,7 +27,8 @@ from lm_eval.models.utils import (
 
 from spell_jax.evaluation import loglikelihood
 from spell_jax.policy.chat import THOUGHT_BEGIN, THOUGHT_END
-from spell_jax.rollout.text_model import Policy
+from spell_jax.rollout.replies import Prompt
+from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import distributed
 from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import Options
@@ -67,7 +68,7 @@ def _opens_thought(context: str) -> bool:
 class PolicyLM(TemplateLM):
     """A policy with the three kinds of requests: text, log-likelihoods of answers and of texts."""
 
-    def __init__(self, policy: Policy, seed: int = 0, thinking: bool = False):
+    def __init__(self, model: TextModel, seed: int = 0, thinking: bool = False):
         """Wrap a policy; `seed` is the seed of sampling.
 
         With `thinking`, or after a prompt that ends with `<think>`, the policy thinks first: a
@@ -75,7 +76,7 @@ class PolicyLM(TemplateLM):
         `</think>`, or "" if the thought is unfinished.
         """
         super().__init__()
-        self._policy, self._words = policy, policy.tokenizer
+        self._model, self._words = model, model.tokenizer
         self._seed, self._thinking = seed, thinking
         self._eos = self._words.token_text(self._words.eos_id)
 
@@ -92,7 +93,7 @@ class PolicyLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        return self._policy.config.max_positions
+        return self._model.config.max_positions
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
@@ -105,7 +106,7 @@ class PolicyLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return str(self._policy.folder).replace("/", "__")
+        return str(self._model.folder).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return self._words.chat_template if chat_template else None
@@ -160,7 +161,7 @@ class PolicyLM(TemplateLM):
         self._log_cut(cut, len(pairs))
         pairs = distributed.broadcast(lambda: pairs)
         return loglikelihood.score(
-            self._policy, [(tuple(prompt), tuple(ids)) for prompt, ids in pairs]
+            self._model, [(tuple(prompt), tuple(ids)) for prompt, ids in pairs]
         )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -176,7 +177,7 @@ class PolicyLM(TemplateLM):
             room = self.max_length - max_tokens
             encoded = [self.tok_encode(arguments[i][0]) or [self.prefix_token_id] for i in indices]
             self._log_cut(sum(len(ids) > room for ids in encoded), len(encoded))
-            prompts = [np.array(ids[-room:], np.int32) for ids in encoded]
+            prompts = [Prompt(ids[-room:]) for ids in encoded]
             prompt_options = [options[i] for i in indices]
             prompt_options = [
                 # A thought often contains a task's stop string, such as a blank line; it is cut
@@ -186,9 +187,10 @@ class PolicyLM(TemplateLM):
                 else option
                 for i, option in zip(indices, prompt_options, strict=True)
             ]
-            sampled = self._policy.sample(prompts, 1, keys[indices], prompt_options)
-            for count, (place, (sample,)) in enumerate(sampled, 1):
-                index = indices[place]
+            replies = self._model.ask(prompts, 1, prompt_options, keys[indices])
+            for count, (place, reply) in enumerate(replies, 1):
+                assert reply is not None  # cut to its room
+                index, (sample,) = indices[place], reply.samples
                 text, stops = sample.text(self._words.decode), options[index].stop_strings
                 answers[index] = self._read_answer(arguments[index][0], text, stops)
                 if count % 100 == 0 or count == len(prompts):

@@ -26,7 +26,7 @@ from absl import app, flags
 from spell_jax.evaluation import runner
 from spell_jax.evaluation.benchmarks import registry
 from spell_jax.rollout import flags as policy_flags
-from spell_jax.rollout.judge import Item, make_judge
+from spell_jax.rollout.judge import Item, judge_of_flags
 from spell_jax.runtime import distributed, entry, paths
 from spell_jax.runtime.jsonl import read_json, require_records, write_json, write_records
 from spell_jax.sampler.config import SamplerConfig
@@ -97,10 +97,9 @@ def judge_answers(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> 
     judge, FileNotFoundError or ValueError if a file is missing or damaged.
     """
     judgment = flag_values.judgment
-    judge = make_judge(flag_values, out, sizes, TEMPLATES.get(judgment))
-    if judge is None:
-        needs = "--judge_url and --judge_model, or --judge_policy, must be given"
-        raise app.UsageError(f"--judgment={judgment}: {needs}")
+    policy_flags.check_model(flag_values, "judge", needed_for=f"--judgment={judgment}")
+    judge = judge_of_flags(flag_values, out, sizes, TEMPLATES.get(judgment))
+    assert judge is not None
     answers: list[AnswerOnDisk] = []
 
     def read() -> None:

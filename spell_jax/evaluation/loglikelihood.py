@@ -25,7 +25,7 @@ from spell_jax.learner.aggregation import equal_weights
 from spell_jax.learner.packing import Bucket, MicroBatch, TrainGroup
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.rollout.text_model import Policy
+from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import lm_head
 
@@ -40,7 +40,7 @@ _GROUPS = 1024
 _LOGITS = 2**26
 
 
-def score(policy: Policy, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+def score(model: TextModel, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
     """Return each answer's summed logprob at temperature 1, and whether all tokens are likeliest.
 
     All processes must call this with the same arguments. Prompts and answers have at least one
@@ -49,9 +49,9 @@ def score(policy: Policy, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
     """
     mesh = meshes.make_mesh()
     totals, greedy = np.zeros(len(pairs)), np.ones(len(pairs), bool)
-    params, run = policy.load(mesh), _compile(policy.config, mesh)
+    params, run = model.load(mesh), _compile(model.config, mesh)
     sharding, scored_count = meshes.by_rows_and_time(mesh), 0
-    for batches, indices in _batches(pairs, policy.sizes.prefill_tokens, meshes.row_shards(mesh)):
+    for batches, indices in _batches(pairs, model.sizes.prefill_tokens, meshes.row_shards(mesh)):
         with jax.set_mesh(mesh), nn.logical_axis_rules(meshes.RULES):
             placed = (
                 meshes.device_put(batch, jax.tree.map(lambda _: sharding, batch))

@@ -31,8 +31,9 @@ from spell_jax.evaluation.endpoint_respondent import TRAFFIC, EndpointRespondent
 from spell_jax.policy.choices import THINKING
 from spell_jax.policy.model import ModelConfig
 from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.rollout import flags as policy_flags
 from spell_jax.rollout.judge import Judge
-from spell_jax.rollout.text_model import SIZES, Policy
+from spell_jax.rollout.text_model import SIZES, TextModel
 from spell_jax.runtime import distributed, fault_injection, paths, remote, setup
 from spell_jax.runtime.config import check_choice
 from spell_jax.runtime.jsonl import (
@@ -117,9 +118,8 @@ def from_flags(flag_values: Any) -> EvaluationConfig:
     Raises UsageError if not exactly one flag names the policy, a flag does not go with an endpoint,
     --max_input has no numbers, or --rule=judge has no judge; ValueError if a flag is out of range.
     """
-    if flag_values.rule == "judge" and not (flag_values.judge_url or flag_values.judge_policy):
-        needs = "--judge_url and --judge_model, or --judge_policy, must be given"
-        raise app.UsageError(f"--rule=judge: {needs}")
+    if flag_values.rule == "judge":
+        policy_flags.check_model(flag_values, "judge", needed_for="--rule=judge")
     folder = "" if _has_endpoint(flag_values) else policy_folder(flag_values)
     if not all(map(str.isdecimal, flag_values.max_input or ())):
         raise app.UsageError(f"--max_input = {flag_values.max_input}: must be numbers of tokens")
@@ -249,7 +249,7 @@ def _make_respondent(
     if config.endpoint:
         names = config.endpoint, config.model, config.tokenizer
         return EndpointRespondent(*names, config.sampling, out, traffic)
-    policy = Policy(
+    model = TextModel(
         config.policy,
         config.dtype,
         THINKING[config.thinking],
@@ -257,7 +257,7 @@ def _make_respondent(
         config.rope_scaling,
         config.rope_factor,
     )
-    return answering.PolicyRespondent(policy, config.sampling)
+    return answering.PolicyRespondent(model, config.sampling)
 
 
 def _describe(

@@ -47,6 +47,25 @@ def define_flags() -> None:
     )
 
 
+def check_model(flag_values: Any, name: str, needed_for: str = "") -> bool:
+    """Return whether --NAME_url and --NAME_model, or --NAME_policy, name a model.
+
+    Raises UsageError if only one of the first two is given, or also the third; and with
+    `needed_for`, such as "--rule=judge", if no flag is given.
+    """
+    url, model, policy = (
+        getattr(flag_values, f"{name}_{part}") for part in ("url", "model", "policy")
+    )
+    if bool(url) != bool(model) or (url and policy):
+        raise app.UsageError(
+            f"--{name}_url and --{name}_model go together, without --{name}_policy"
+        )
+    if needed_for and not (url or policy):
+        needs = f"--{name}_url and --{name}_model, or --{name}_policy, must be given"
+        raise app.UsageError(f"{needed_for}: {needs}")
+    return bool(url or policy)
+
+
 def refuse(flag_values: flags.FlagValues, names: Iterable[str], where: str) -> None:
     """Raise UsageError for the first of the flags `names` that the command line gives.
 

@@ -1,7 +1,7 @@
 """External judge: verdicts in place of the rule or beside it (paper section 4.6, spec 11).
 
 1. A template turns each (question, prediction, reference) into one prompt: a question of yes or no,
-   or one of three grades (EAPO). An `Endpoint` or a local policy replies to new prompts.
+   or one of three grades (EAPO). A chat endpoint or a local policy replies to new prompts.
 2. A reply is parsed as 1, 0 or MALFORMED. Without a reply, the verdict is UNANSWERED.
 3. Replies may be appended to a file as they arrive: a restarted judge sends only the other prompts.
 4. Missing replies are counted and logged, never raised.
@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -17,21 +16,18 @@ import logging
 import os
 import pathlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from absl import app
 
-from spell_jax.rollout.flags import SIZES
-from spell_jax.rollout.text_model import Policy, check_room
-from spell_jax.runtime import distributed, fault_injection
-from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
+from spell_jax.rollout.flags import SIZES, check_model
+from spell_jax.rollout.repliers import make_replier
+from spell_jax.runtime import fault_injection
 from spell_jax.runtime.jsonl import append_records, read_records
 from spell_jax.sampler.config import SamplerConfig
-from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import prompts as prompt_sets
+from spell_jax.selfplay.prompts import Prompts
 from spell_jax.selfplay.verdicts import (
     JUDGE_TEMPLATES,
     MALFORMED,
@@ -43,14 +39,11 @@ from spell_jax.selfplay.verdicts import (
 
 log = logging.getLogger(__name__)
 
-# Environment variable of a judge's key. Configs are written to disk, keys are not.
-JUDGE_KEY = "SPELL_JUDGE_KEY"
-
 Item = tuple[Any, ...]  # fields of a prompt, such as question, prediction and reference
 # (question, prediction, reference) triples -> 1 (right), 0 (wrong) or -1 (no verdict).
 JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
 # Prompts -> (index of a prompt, reply) in order of arrival; a reply of None is a failure.
-Ask = Callable[[Sequence[str]], Iterable[tuple[int, str | None]]]
+AskJudge = Callable[[Sequence[str]], Iterable[tuple[int, str | None]]]
 REPLIES = "judge.jsonl"
 
 
@@ -63,7 +56,7 @@ class Judge:
 
     def __init__(
         self,
-        ask: Ask,
+        ask: AskJudge,
         write_prompt: Callable[..., str],
         model: str = "",
         parse: Parse = parse_judgement,
@@ -141,71 +134,51 @@ class Judge:
         return verdict
 
 
-@dataclasses.dataclass(frozen=True)
-class PolicyJudge:
-    """A policy of our own as the judge, with greedy replies of at most `max_tokens` tokens.
-
-    All processes must call a judge together. The prompts of process 0 count, and all processes get
-    the replies.
-    """
-
-    policy: Policy
-    max_tokens: int
-
-    def __post_init__(self):
-        check_room(self.policy, self.max_tokens, "judge")
-
-    def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[int, str | None]]:
-        """Yield (index of the prompt, reply); None if the prompt does not fit. See Ask."""
-        # Only process 0 has rows to judge, but all devices take part in sampling.
-        prompts = distributed.broadcast(lambda: list(prompts))
-        keys = np.zeros((len(prompts), 2), np.uint32)  # unused: decoding is greedy
-        options = Options(temperature=0.0, max_tokens=self.max_tokens)
-        yield from self.policy.reply(prompts, keys, options)
-
-
 def make_judge(
+    prompts: Prompts,
+    template: str | Template = "yes_no",
+    cache_file: pathlib.Path | None = None,
+    **source: Any,
+) -> Judge:
+    """Make the judge that asks in the words of a template, or of the template with this name.
+
+    `source` says which model judges: url and model, or policy, as in make_replier, with its errors.
+    """
+    ask, model = make_replier("judge", **source)
+    write, parse = JUDGE_TEMPLATES[template] if isinstance(template, str) else template
+    return Judge(ask, functools.partial(write, prompts), model, parse, cache_file=cache_file)
+
+
+def judge_of_flags(
     flag_values: Any, out: pathlib.Path, sizes: SamplerConfig, template: Template | None = None
 ) -> Judge | None:
-    """Build the judge that the flags (flags.py) select, if any.
+    """Make the judge that the flags (flags.py) select, if any.
 
     `template` replaces --judge_template's. The replies are kept in OUT/judge.jsonl. `sizes` are the
-    sampler sizes of a judging policy.
-    Raises UsageError if only one of --judge_url and --judge_model is set, or an endpoint and a
-    policy; and the errors of EndpointConfig and weights.read_config_and_tokenizer.
+    sampler sizes of a judging policy. Raises the errors of check_model and make_judge.
     """
-    if bool(flag_values.judge_url) != bool(flag_values.judge_model) or (
-        flag_values.judge_url and flag_values.judge_policy
-    ):
-        raise app.UsageError("--judge_url and --judge_model go together, without --judge_policy")
-    if not (flag_values.judge_url or flag_values.judge_policy):
+    if not check_model(flag_values, "judge"):
         return None
-    cache_file = out / REPLIES if jax.process_index() == 0 else None
-    if flag_values.judge_policy:
-        policy = Policy(flag_values.judge_policy, flag_values.dtype, sizes=sizes)
-        ask = PolicyJudge(policy, flag_values.judge_max_tokens)
-        # The cache of replies is keyed by this name: other weights must not reuse replies.
-        model = f"{policy.folder.name} {policy.fingerprint()}"
+    if policy := flag_values.judge_policy:
+        source = {"policy": policy, "dtype": flag_values.dtype, "sizes": sizes}
     else:
-        model = flag_values.judge_model
-        ask = Endpoint(
-            EndpointConfig(
-                flag_values.judge_url,
-                model,
-                os.environ.get(JUDGE_KEY),
-                key_name=JUDGE_KEY,
-                max_tokens=flag_values.judge_max_tokens,
-                # A reasoning judge may write thousands of tokens.
-                timeout_s=600.0,
-                # Two minutes of back-off, enough for a server restart.
-                attempts=8,
-                workers=flag_values.judge_workers,
-                requests_per_s=flag_values.judge_rate,
-            )
-        )
-    write, parse = template or JUDGE_TEMPLATES[flag_values.judge_template]
-    write_prompt = functools.partial(write, prompt_sets.load("full"))
-    return Judge(ask, write_prompt, model, parse, cache_file=cache_file)
+        source = {
+            "url": flag_values.judge_url,
+            "model": flag_values.judge_model,
+            # A reasoning judge may write thousands of tokens.
+            "timeout_s": 600.0,
+            # Two minutes of back-off, enough for a server restart.
+            "attempts": 8,
+            "workers": flag_values.judge_workers,
+            "requests_per_s": flag_values.judge_rate,
+        }
+    return make_judge(
+        prompt_sets.load("full"),
+        template or flag_values.judge_template,
+        out / REPLIES if jax.process_index() == 0 else None,
+        sampling={"max_tokens": flag_values.judge_max_tokens},
+        **source,
+    )
 
 
 def read_sizes(flag_values: Any) -> SamplerConfig:

@@ -15,6 +15,20 @@ Answer = TypeVar("Answer", covariant=True)
 
 
 @dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt as tokens.
+
+    Attributes:
+      ids: token ids [P].
+      thought: start of a thought that the chat layout writes at the end of the prompt. Parsers look
+        for the whole thought, so texts of answers begin with it (Tokenizer.open_thought).
+    """
+
+    ids: Sequence[int]
+    thought: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Reply:
     """A model's answers to one prompt.
 
@@ -49,18 +63,19 @@ class Reply:
 
 
 def make_reply(
-    prompt: Sequence[int],
+    prompt: Prompt,
     samples: Sequence[Sample],
-    texts: Sequence[str],
-    truncated: str,
-    decode: Callable[[Sequence[int]], str] | None = None,
-) -> Reply | None:
-    """Make the reply to a prompt; None if algorithm.truncated = "drop" leaves no sample."""
+    decode: Callable[[Sequence[int]], str],
+    truncated: str = "score",
+) -> Reply:
+    """Decode the samples of a prompt, and treat those that the token cap cut off as `truncated`.
+
+    `truncated` is as AlgorithmConfig.truncated; "drop" may leave no sample in the reply.
+    """
+    texts = [prompt.thought + decode(sample.content) for sample in samples]
     kept_indices = [i for i, sample in enumerate(samples) if sample.stopped or truncated != "drop"]
-    if not kept_indices:
-        return None
     return Reply(
-        prompt,
+        prompt.ids,
         [samples[i] for i in kept_indices],
         [texts[i] for i in kept_indices],
         scored_truncated=truncated == "score",

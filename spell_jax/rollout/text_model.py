@@ -1,4 +1,9 @@
-"""A policy folder with the project's own sampler: many prompts, G answers to each."""
+"""Text models: the place where texts become requests and samples become replies.
+
+1. `encode` writes a text in the chat layout; `make_reply` (replies.py) decodes the samples.
+2. `TextSampler` has both beside the sampler of a run, which the rollout worker asks.
+3. `TextModel` is a policy folder: `ask` compiles a sampler for its prompts, and loads the weights.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,9 @@ from etils import epath
 from spell_jax.data.samples import Sample
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.model import find_folder
-from spell_jax.rollout import flags as policy_flags
+from spell_jax.policy.tokenizer import Tokenizer
+from spell_jax.rollout import flags
+from spell_jax.rollout.replies import Prompt, Reply, make_reply
 from spell_jax.runtime import distributed, hashes
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
@@ -26,11 +33,27 @@ log = logging.getLogger(__name__)
 
 # Sizes that depend on the machine's memory. Here kv_cache_tokens counts the tokens per row shard of
 # the mesh, in addition to the longest prompt and answer. All lengths follow from the prompts.
-SIZES = SamplerConfig(**policy_flags.SIZES)
+SIZES = SamplerConfig(**flags.SIZES)
 
 
-class Policy:
-    """A policy folder. The weights are loaded at the first use and kept until `release`."""
+def encode(tokenizer: Tokenizer, text: str) -> Prompt:
+    """Write a user turn in the chat layout; ValueError if the layout rejects the text."""
+    return Prompt(tokenizer.chat(text), tokenizer.open_thought(text))
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSampler:
+    """A sampler and the tokenizer of its policy, for weights that change with each step."""
+
+    sampler: Sampler
+    tokenizer: Tokenizer
+
+
+class TextModel:
+    """A policy folder that answers texts: weights, tokenizer and sampler.
+
+    The weights are loaded at the first use and kept until `release`.
+    """
 
     def __init__(
         self,
@@ -49,9 +72,8 @@ class Policy:
         """
         self.folder = find_folder(str(folder), "policy")
         self.config, self.tokenizer = weights.read_config_and_tokenizer(self.folder, thinking)
-        weights.check_headers(
-            self.folder
-        )  # a damaged file is a mistake of the user, told before the work
+        # A damaged file is a mistake of the user, told before the work.
+        weights.check_headers(self.folder)
         if rope_scaling:
             self.config = self.config.with_rope_scaling(rope_scaling, rope_factor)
         self.sizes = sizes
@@ -72,20 +94,66 @@ class Policy:
     def release(self) -> None:
         self._params = None
 
+    def encode(self, text: str) -> Prompt:
+        """Write a user turn in the chat layout; ValueError if the layout rejects the text."""
+        return encode(self.tokenizer, text)
+
+    def room(self, max_tokens: int) -> int:
+        """Return the most tokens of a prompt whose answer has `max_tokens` tokens."""
+        return self.config.max_positions - max_tokens
+
+    def ask(
+        self,
+        prompts: Sequence[str | Prompt],
+        n: int,
+        options: Options | Sequence[Options],
+        keys: np.ndarray,
+        *,
+        truncated: str = "score",
+        prompt_indices: Sequence[int] | None = None,
+    ) -> Iterator[tuple[int, Reply | None]]:
+        """Sample `n` answers to each prompt: yield (index of the prompt, reply) as they complete.
+
+        Prompts that leave no room for the longest answer in the policy's context come first, with
+        None. All processes must call this method with equal arguments.
+
+        Args:
+          prompts: user turns, or prompts as tokens.
+          n: number of answers to a prompt, G.
+          options: sampling options of all answers, or of the answers to each prompt.
+          keys: key data of each prompt, uint32 [prompts, 2]; the sampler folds in the sample and
+            token indices.
+          truncated: treatment of answers that their cap cut off, as AlgorithmConfig.truncated.
+          prompt_indices: indices of the prompts to answer; None answers all. The compiled shapes
+            follow from all prompts, so that an answer does not depend on `prompt_indices`.
+        """
+        if isinstance(options, Options):
+            options = [options] * len(prompts)
+        encoded = [p if isinstance(p, Prompt) else self.encode(p) for p in prompts]
+        room = self.room(max((option.max_tokens for option in options), default=0))
+        fitting = [i for i, prompt in enumerate(encoded) if len(prompt.ids) <= room]
+        for i in sorted(set(range(len(prompts))) - set(fitting)):
+            yield i, None
+        places = None
+        if prompt_indices is not None:
+            place_of = {i: place for place, i in enumerate(fitting)}
+            places = [place_of[i] for i in prompt_indices if i in place_of]
+        ids = [np.asarray(encoded[i].ids, np.int32) for i in fitting]
+        fitting_options = [options[i] for i in fitting]
+        for place, samples in self.sample(ids, n, keys[fitting], fitting_options, places):
+            i = fitting[place]
+            yield i, make_reply(encoded[i], samples, self.tokenizer.decode, truncated)
+
     def sample(
         self,
         prompts: Sequence[np.ndarray],
-        group: int,
+        n: int,
         keys: np.ndarray,
         options: Sequence[Options],
-        prompt_indices: Sequence[int] | None = None,
+        prompt_indices: Sequence[int] | None,
     ) -> Iterator[tuple[int, list[Sample]]]:
-        """Sample G = `group` answers to each prompt, token ids int32 [P].
+        """Sample as `ask`, from token ids int32 [P]: yield (index of the prompt, its G samples).
 
-        `keys` is the key data of each prompt, uint32 [prompts, 2]; the sampler folds in the sample
-        and token indices. Only the prompts at `prompt_indices` are answered; None answers all.
-        The compiled shapes follow from all prompts, so that an answer does not depend on
-        `prompt_indices`. Yields (index of the prompt, its G samples), in order of completion.
         Raises ValueError if the longest prompt and answer exceed the policy's context.
         """
         indices = range(len(prompts)) if prompt_indices is None else prompt_indices
@@ -106,59 +174,16 @@ class Policy:
             max_prompt=longest,
             kv_cache_tokens=shards * (sizes.kv_cache_tokens + room),
             # A small set compiles small programs: unused slots would be decoded as well.
-            slots=min(sizes.slots, group * len(prompts)),
-            samples_per_prompt_batch=min(sizes.samples_per_prompt_batch, group),
+            slots=min(sizes.slots, n * len(prompts)),
+            samples_per_prompt_batch=min(sizes.samples_per_prompt_batch, n),
             prefill_tokens=min(sizes.prefill_tokens, shards * sum(lengths)),
         )
         stream = self.tokenizer.stream
         sampler = Sampler(self.config, config, self.tokenizer.stop_ids, mesh, stream)
         session = sampler.start_session(self.load(mesh))
         tickets = {
-            session.submit(SampleRequest(cast(Any, prompts[i]), group, keys[i], options[i])): i
+            session.submit(SampleRequest(cast(Any, prompts[i]), n, keys[i], options[i])): i
             for i in indices
         }
         for ticket, samples in session.results():
             yield tickets[ticket], samples
-
-    def reply(
-        self, prompts: Sequence[str], keys: np.ndarray, options: Options
-    ) -> Iterator[tuple[int, str | None]]:
-        """Sample one reply to each user turn, then release the weights.
-
-        All processes must call this method with equal arguments; `keys` are as in `sample`. Yields
-        (index of the prompt, reply text): first None for every prompt that does not fit into the
-        context, then the replies in order of completion. If the layout opened a thought, the reply
-        begins with the start of this thought. A reply that `max_tokens` cut off is "".
-        """
-        ids, fitting = self.fit(prompts, options.max_tokens)
-        cut = 0
-        for place in sorted(set(range(len(prompts))) - set(fitting)):
-            yield place, None
-        for at, (sample,) in self.sample(ids, 1, keys[fitting], [options] * len(ids)):
-            place = fitting[at]
-            thought = self.tokenizer.open_thought(prompts[place])
-            cut += not sample.stopped
-            # An interrupted judge or teacher states nothing: its "yes" may have been half of a
-            # thought.
-            yield place, thought + self.tokenizer.decode(sample.content) if sample.stopped else ""
-        if cut:
-            cap = options.max_tokens
-            log.warning("%d of %d replies were cut off at %d tokens: not read", cut, len(ids), cap)
-        self.release()
-
-    def fit(self, prompts: Sequence[str], max_tokens: int) -> tuple[list[np.ndarray], list[int]]:
-        """Return token ids, int32 [P], and indices of prompts that leave room for `max_tokens`."""
-        room = self.config.max_positions - max_tokens
-        ids = enumerate(np.array(self.tokenizer.chat(prompt), np.int32) for prompt in prompts)
-        fitting = {place: prompt_ids for place, prompt_ids in ids if len(prompt_ids) <= room}
-        return list(fitting.values()), list(fitting)
-
-
-def check_room(policy: Policy, max_tokens: int, name: str) -> None:
-    """Raise ValueError if replies of `max_tokens` by the role `name` leave no room for a prompt."""
-    positions = policy.config.max_positions
-    if not 0 < max_tokens < positions:
-        raise ValueError(
-            f"{name}_max_tokens = {max_tokens}: must leave room for a prompt in the "
-            f"{name}'s max_position_embeddings = {positions}"
-        )

@@ -22,9 +22,9 @@ import numpy as np
 from spell_jax.data.samples import Sample
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.policy.transformer import Params
-from spell_jax.rollout.replies import Ask, Item, Replies, Result, make_reply
+from spell_jax.rollout.replies import Ask, Item, Prompt, Replies, Result, make_reply
+from spell_jax.rollout.text_model import TextSampler, encode
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import SampleRequest
 from spell_jax.sampler.session import Session
@@ -41,7 +41,7 @@ class PendingCall:
     model: str = "policy"
     temperature: float | None = None
     item: int = 0  # index of the coroutine in `run_all`
-    prompt_ids: list[list[int]] = dataclasses.field(default_factory=list)  # [prompts][P]
+    encoded: list[Prompt] = dataclasses.field(default_factory=list)  # the prompts as tokens
     replies: Replies = dataclasses.field(default_factory=Replies)
     missing: int = 0  # submitted prompts without a reply
     # Index of an answered prompt -> all its samples, also samples that `replies` leave out.
@@ -65,14 +65,6 @@ def _make_ask(coroutine: int) -> Ask:
         return await pending if pending.prompts else Replies()
 
     return ask
-
-
-@dataclasses.dataclass(frozen=True)
-class TextSampler:
-    """A sampler and the tokenizer of its policy: text in, text out."""
-
-    sampler: Sampler
-    tokenizer: Tokenizer
 
 
 class RolloutWorker:
@@ -197,13 +189,12 @@ class RolloutWorker:
             for ticket, samples in finished:
                 call, place = tickets.pop(ticket)
                 call.samples[place] = samples
-                thought = tokenizer.open_thought(call.prompts[place])
-                texts = [thought + tokenizer.decode(sample.content) for sample in samples]
-                call.replies[place] = make_reply(
-                    call.prompt_ids[place], samples, texts, self._truncated, tokenizer.decode
-                )
-                if call.replies[place] is None:
-                    call.replies.dropped[place] = tuple(texts)
+                prompt = call.encoded[place]
+                reply = make_reply(prompt, samples, tokenizer.decode, self._truncated)
+                if reply.samples:
+                    call.replies[place] = reply
+                else:
+                    call.replies.dropped[place] = tuple(reply.dropped)
                 call.missing -= 1
                 if not call.missing:
                     answered.append(call)
@@ -217,19 +208,20 @@ class RolloutWorker:
         """Submit the prompts under the cap; return ticket -> (call, index of the prompt in it)."""
         config, tickets = self.sampler.config, {}
         for call in new:
-            call.prompt_ids = [tokenizer.chat(prompt) for prompt in call.prompts]
-            call.replies = Replies(len(call.prompt_ids))
-        places = [(call, place) for call in new for place in range(len(call.prompt_ids))]
+            call.encoded = [encode(tokenizer, prompt) for prompt in call.prompts]
+            call.replies = Replies(len(call.prompts))
+        places = [(call, place) for call in new for place in range(len(call.prompts))]
         keys = fold_keys(self._key, [(self._step, *call.number, place) for call, place in places])
         for (call, place), key in zip(places, keys, strict=True):
-            if not self.sampler.prompt_fits(call.prompt_ids[place]):
+            prompt = call.encoded[place]
+            if not self.sampler.prompt_fits(prompt.ids):
                 continue
             is_verdict = call.role == "verifier"
             cap = config.max_verdict_tokens if is_verdict else config.max_tokens
             changes = {} if call.temperature is None else {"temperature": call.temperature}
             changes |= config.dropout if call.role == "questioner" else {}
             options = config.options(cap, **changes)
-            request = SampleRequest(call.prompt_ids[place], call.group, key, options, call.agent)
+            request = SampleRequest(prompt.ids, call.group, key, options, call.agent)
             tickets[session.submit(request)] = call, place
             call.missing += 1
         return tickets
@@ -265,7 +257,7 @@ class RolloutWorker:
     def _count(self, call: PendingCall) -> None:
         agent = call.agent
         samples = [sample for group in call.samples.values() for sample in group]
-        prompt_tokens = sum(len(call.prompt_ids[place]) for place in call.samples)
+        prompt_tokens = sum(len(call.encoded[place].ids) for place in call.samples)
         tokens = sum(len(sample.tokens) for sample in samples)
         truncated = sum(not sample.stopped for sample in samples)
         scored = truncated if self._truncated == "score" else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import pathlib
 
 import jax
@@ -23,16 +22,15 @@ from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import ModelConfig, find_folder, read_model
 from spell_jax.policy.tokenizer import Tokenizer
-from spell_jax.rollout.judge import JUDGE_KEY, Judge, JudgeFunction
-from spell_jax.rollout.worker import RolloutWorker, TextSampler
+from spell_jax.rollout.judge import JudgeFunction, make_judge
+from spell_jax.rollout.text_model import TextSampler
+from spell_jax.rollout.worker import RolloutWorker
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
-from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.runtime.run_logger import PhaseTimer
 from spell_jax.sampler.engine import Sampler, SamplerConfig
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.given_questions import read_scorable
-from spell_jax.selfplay.verdicts import JUDGE_TEMPLATES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +183,5 @@ def _make_text_sampler(model: Model, config: SamplerConfig, mesh: jax.sharding.M
 def _make_judge(algorithm: AlgorithmConfig, prompts: prompt_sets.Prompts) -> JudgeFunction | None:
     if "judge" not in algorithm.rule:
         return None
-    key = os.environ.get(JUDGE_KEY)
-    config = EndpointConfig(algorithm.judge_url, algorithm.judge_model, key, key_name=JUDGE_KEY)
-    write, parse = JUDGE_TEMPLATES[algorithm.judge_template]
-    write_prompt = functools.partial(write, prompts)
-    return Judge(Endpoint(config), write_prompt, config.model, parse).judge
+    source = {"url": algorithm.judge_url, "model": algorithm.judge_model}
+    return make_judge(prompts, algorithm.judge_template, **source).judge

@@ -18,7 +18,7 @@ from spell_jax.data.clusters import PAPER_TASKS, Cluster, in_memory
 from spell_jax.data.samples import Sample
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
-from spell_jax.rollout.replies import AskModels, Replies, Reply, make_reply
+from spell_jax.rollout.replies import AskModels, Prompt, Replies, Reply, make_reply
 from spell_jax.selfplay import prompts
 
 PROMPTS = prompts.load("compact")
@@ -117,13 +117,13 @@ class ScriptedModels:
             logprobs = np.full(len(tokens), -1.0, np.float32)
             # As after a stop string, so that the last byte counts as text, not as a stop token.
             samples.append(Sample(tokens, logprobs, is_whole, "\0" if is_whole else ""))
-        return tuple(written_texts), make_reply(
-            list(prompt.encode()), samples, written_texts, self._truncated, _decode
-        )
+        reply = make_reply(Prompt(list(prompt.encode())), samples, _decode, self._truncated)
+        return tuple(written_texts), reply if reply.samples else None
 
 
 def _decode(ids: Sequence[int]) -> str:
-    return bytes(map(int, ids)).decode(errors="replace")
+    # An empty text has one token, 0.
+    return bytes(map(int, ids)).decode(errors="replace").rstrip("\0")
 
 
 def roll_out(algorithm: Algorithm, ask: AskModels, step: int, seed: int = 0) -> list[Any]:

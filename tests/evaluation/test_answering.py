@@ -9,7 +9,6 @@ import logging
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from spell_jax.evaluation import answering
@@ -19,6 +18,8 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.rollout.judge import Judge
+from spell_jax.rollout.replies import Prompt
+from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay.verdicts import parse_grade
 from tests import evaluating
@@ -26,7 +27,7 @@ from tests import evaluating
 WORDS = tokenizers.load(TINY_POLICY)
 
 
-class Parrot:
+class Parrot(TextModel):
     """Policy that answers G times with the first token of a prompt, and records its requests."""
 
     def __init__(self):
@@ -167,7 +168,7 @@ def scored(
         max_tokens=5,
         by=("step",),
     )
-    question = TokenizedQuestion(benchmark, item, np.zeros(1, np.int32), 1)
+    question = TokenizedQuestion(benchmark, item, Prompt((0,)), 1)
     ordered = [(question, {"text": text, "rule": 9.0, "final": 9.0}) for text in texts]
     answering.score(ordered, rule)
     return ordered

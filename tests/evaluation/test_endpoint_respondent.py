@@ -21,6 +21,7 @@ from spell_jax.evaluation.answering import EvaluationSampling
 from spell_jax.evaluation.endpoint_respondent import Traffic
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
+from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.endpoint import ChatRequest, Endpoint, EndpointConfig
 from tests import evaluating
@@ -91,12 +92,14 @@ def test_requests_have_the_local_prompts_and_the_sampling_options(server, tmp_pa
     assert "a-key" not in "".join(p.read_text() for p in tmp_path.rglob("*.json*"))
 
 
-class Scripted:
+class Scripted(TextModel):
     """Policy that says what the server says."""
 
-    tokenizer = SimpleNamespace(
-        chat=WORDS.chat, open_thought=lambda prompt: "", decode=lambda text: text
-    )
+    def __init__(self) -> None:
+        self.config: Any = SimpleNamespace(max_positions=10**6)
+        self.tokenizer: Any = SimpleNamespace(
+            chat=WORDS.chat, open_thought=lambda prompt: "", decode=lambda text: text
+        )
 
     def sample(self, prompts, group, keys, options, prompt_indices):
         texts = [item.prompt for n in ("number", "text") for item in evaluating.load(n, "").items]

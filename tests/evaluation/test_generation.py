@@ -15,7 +15,8 @@ from spell_jax.data.samples import Sample
 from spell_jax.evaluation import generation
 from spell_jax.policy import tokenizer, transformer, weights
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.rollout.text_model import Policy
+from spell_jax.rollout.replies import Prompt, make_reply
+from spell_jax.rollout.text_model import TextModel
 from spell_jax.selfplay import prompts
 
 COMPACT = prompts.load("compact")
@@ -113,8 +114,9 @@ def test_answers_are_read_as_the_extract_says(workdir: Path) -> None:
     words = tokenizer.train(["The answer: (2,790) in all. " + '{"question": "?"}'] * 20, 400)
     ids = np.array(words.encode("Answer: (2,790)"))
     sample = Sample(ids, np.zeros(len(ids)), stopped=False)
+    reply = make_reply(Prompt(()), [sample], words.decode)
     for extract, prediction in (("lenient", "-2790"), ("paper", None)):
-        result = generation.describe_answers(REQUESTS[2], "", [sample], words, extract)
+        result = generation.describe_answers(REQUESTS[2], reply, words.count, extract)
         assert result["predictions"] == [prediction]
 
 
@@ -124,7 +126,7 @@ def test_every_role_is_sampled_and_parsed(workdir: Path) -> None:
 
     def ask(temperature: float, seed: int) -> list:
         sampling = {"temperature": temperature, "top_p": 1.0, "max_tokens": 5}
-        return generation.answer(Policy(workdir / "policy"), REQUESTS, texts, 3, sampling, seed)
+        return generation.answer(TextModel(workdir / "policy"), REQUESTS, texts, 3, sampling, seed)
 
     results = ask(1.0, 0)
     assert len(results) == len(REQUESTS)
@@ -155,7 +157,7 @@ def test_overlong_prompt_does_not_change_other_answers(
     def ask(first: str) -> list:
         records = [{"prompt": first}, {"prompt": "city of Bela"}]
         texts = [record["prompt"] for record in records]
-        return generation.answer(Policy(workdir / "policy"), records, texts, 3, sampling, seed=0)
+        return generation.answer(TextModel(workdir / "policy"), records, texts, 3, sampling, seed=0)
 
     with caplog.at_level(logging.WARNING, "spell_jax"):
         refused, other_result = ask(long)
@@ -163,7 +165,7 @@ def test_overlong_prompt_does_not_change_other_answers(
     assert "1 prompts are longer than" in caplog.text
     assert other_result["answers"] == ask("city of Arvo")[1]["answers"]
     with pytest.raises(ValueError, match="max_position_embeddings"):
-        generation.answer(Policy(workdir / "policy"), [{}], [long], 1, sampling, seed=0)
+        generation.answer(TextModel(workdir / "policy"), [{}], [long], 1, sampling, seed=0)
 
 
 @pytest.mark.slow

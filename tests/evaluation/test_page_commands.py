@@ -81,7 +81,7 @@ def evaluate(policy, monkeypatch):
     longest = []
 
     def sample(sampling, policy, questions, limit, finished_keys):
-        longest.append(max(min(len(question.ids), limit) for question in questions))
+        longest.append(max(min(len(question.prompt.ids), limit) for question in questions))
         raise InterruptedError
 
     monkeypatch.setattr(answering, "sample_answers", sample)

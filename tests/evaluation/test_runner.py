@@ -24,8 +24,8 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.rollout import judge as judging
 from spell_jax.rollout import text_model
-from spell_jax.rollout.judge import PolicyJudge
-from spell_jax.rollout.text_model import Policy
+from spell_jax.rollout.repliers import PolicyReplier
+from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import fault_injection
 from spell_jax.sampler.requests import Options
 from spell_jax.sampler.session import Session
@@ -227,13 +227,13 @@ def test_changed_settings_require_another_folder(field, value, policy, uninterru
 def test_changed_weights_require_another_folder(policy, uninterrupted_out, tmp_path, monkeypatch):
     """The new weights are at the same path, as after more training."""
     changed_policy = noise.save_policy(tmp_path / "noise")
-    before = Policy(changed_policy).fingerprint()
+    before = TextModel(changed_policy).fingerprint()
     config, params = weights.load(changed_policy)
     params["final_norm"]["scale"] = params["final_norm"]["scale"] * 1.01
     weights.save(changed_policy, config, params, tokenizers.load(changed_policy))
-    after = Policy(changed_policy).fingerprint()
-    assert after != before == Policy(policy).fingerprint()
-    monkeypatch.setattr(Policy, "fingerprint", lambda self: after)
+    after = TextModel(changed_policy).fingerprint()
+    assert after != before == TextModel(policy).fingerprint()
+    monkeypatch.setattr(TextModel, "fingerprint", lambda self: after)
     with pytest.raises(ValueError, match="weights = "):
         evaluating.run(policy, uninterrupted_out)
 
@@ -259,7 +259,7 @@ def test_policy_judge_counts_malformed_verdicts_and_resumes(
     noise.finish_replies(monkeypatch)
 
     def evaluated(out):
-        ask = PolicyJudge(Policy(judge, sizes=evaluating.SIZES), 4)
+        ask = PolicyReplier(TextModel(judge, sizes=evaluating.SIZES), 4)
         return evaluating.run(
             policy, out, ask, max_input=(24,), sampling=EvaluationSampling(8, 1.0, 1.0)
         )
@@ -292,9 +292,9 @@ def test_policy_judge_counts_malformed_verdicts_and_resumes(
 def test_policy_judge_checks_its_context_and_skips_long_prompts(policy):
     for cap in (0, 256):
         with pytest.raises(ValueError, match=f"judge_max_tokens = {cap}: .* = 256"):
-            PolicyJudge(Policy(policy), cap)
-    judge = PolicyJudge(Policy(policy, sizes=evaluating.SIZES), 4)
-    chat = judge.policy.tokenizer.chat
+            PolicyReplier(TextModel(policy), cap)
+    judge = PolicyReplier(TextModel(policy, sizes=evaluating.SIZES), 4)
+    chat = judge.model.tokenizer.chat
     longest = max((" a" * n for n in range(256) if len(chat(" a" * n)) <= 252), key=len)
     prompts = [longest + " a", "too long " * 200, longest]
     assert len(chat(longest)) <= 252 < len(chat(prompts[0])) <= 256
@@ -371,9 +371,10 @@ def test_sampler_shapes_depend_on_all_prompts(policy, monkeypatch):
     monkeypatch.setattr(text_model, "Sampler", stop)
     prompts = [np.zeros(length, np.int32) for length in (9, 20, 30)]
     options = [Options(max_tokens=cap) for cap in (2, 7, 4)]
+    model, keys = TextModel(policy, sizes=evaluating.SIZES), np.zeros((3, 2), np.uint32)
     for indices in (None, [0], [2, 1]):
         with pytest.raises(InterruptedError):
-            next(Policy(policy, sizes=evaluating.SIZES).sample(prompts, 2, None, options, indices))
+            next(model.sample(prompts, 2, keys, options, indices))
     assert configs == [configs[0]] * 3
     assert (configs[0].max_prompt, configs[0].max_tokens, configs[0].slots) == (30, 7, 6)
 
@@ -449,7 +450,12 @@ def test_command_line_evaluates_generated_benchmarks(tmp_path):
 def test_error_names_wrong_command_line_flags(tmp_path):
     flag_values = {"policy": None, "workdir": None, "max_input": ["16384"], "thinking": ""}
     flag_values |= {"endpoint": "", "model": "", "tokenizer": "", "rope_scaling": ""}
-    flag_values |= {"rule": "match_or_judge", "judge_url": "", "judge_policy": ""}
+    flag_values |= {
+        "rule": "match_or_judge",
+        "judge_url": "",
+        "judge_model": "",
+        "judge_policy": "",
+    }
     api = {"endpoint": "http://host/v1", "model": "m"}
     for changes, message in (
         ({}, "--workdir or --policy"),
@@ -467,6 +473,8 @@ def test_error_names_wrong_command_line_flags(tmp_path):
     endpoint = {"judge_url": "http://x", "judge_model": "", "judge_policy": ""}
     for changes in ({}, {"judge_model": "m", "judge_policy": "p"}):
         with pytest.raises(app.UsageError, match="--judge_url and --judge_model"):
-            judging.make_judge(SimpleNamespace(**endpoint | changes), tmp_path, evaluating.SIZES)
+            judging.judge_of_flags(
+                SimpleNamespace(**endpoint | changes), tmp_path, evaluating.SIZES
+            )
     no_judge = SimpleNamespace(**endpoint | {"judge_url": ""})
-    assert judging.make_judge(no_judge, tmp_path, evaluating.SIZES) is None
+    assert judging.judge_of_flags(no_judge, tmp_path, evaluating.SIZES) is None

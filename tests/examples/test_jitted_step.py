@@ -24,7 +24,7 @@ from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
 from spell_jax.policy import weights
 from spell_jax.policy.model import TINY_POLICY
-from spell_jax.rollout.replies import Replies, Reply, make_reply
+from spell_jax.rollout.replies import Prompt, Replies, Reply, make_reply
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.in_jit import PaddedPrompts, PaddedReplies
 from tests.algorithms.scripted import PROMPTS, make_context
@@ -128,10 +128,8 @@ class SampledModels:
             Sample(replies.tokens[n, :size], replies.logprobs[n, :size], bool(replies.stopped[n]))
             for n, size in zip(places, lengths, strict=True)
         ]
-        texts = [self._c.tokenizer.decode(sample.tokens.tolist()) for sample in samples]
-        reply = make_reply(prompt.tolist(), samples, texts, self._c.algorithm.truncated)
-        assert reply is not None
-        return reply
+        decode, truncated = self._c.tokenizer.decode, self._c.algorithm.truncated
+        return make_reply(Prompt(prompt.tolist()), samples, decode, truncated)
 
     async def ask(
         self,

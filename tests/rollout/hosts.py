@@ -20,7 +20,8 @@ def run() -> list[Any]:
     import jax
 
     from spell_jax.policy import transformer
-    from spell_jax.rollout.worker import RolloutWorker, TextSampler
+    from spell_jax.rollout.text_model import TextSampler
+    from spell_jax.rollout.worker import RolloutWorker
     from spell_jax.runtime import mesh as meshes
     from spell_jax.sampler.config import SamplerConfig
     from spell_jax.sampler.engine import Sampler

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from spell_jax.rollout.judge import JUDGE_KEY, Judge
+from spell_jax.rollout.judge import Judge
 from spell_jax.runtime import endpoint as endpoints
 from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.selfplay import prompts
@@ -100,7 +100,7 @@ class Time:
 
 
 def make_judge(url: str, time: Time | None = None, cache: dict | None = None, **changes) -> Judge:
-    fields = {"timeout_s": 5.0, "key_name": JUDGE_KEY, **changes}
+    fields = {"timeout_s": 5.0, "key_name": "SPELL_JUDGE_KEY", **changes}
     config = EndpointConfig(url=url, model="judge-model", **fields)
     time = time or Time()
     endpoint = Endpoint(config, time.sleep, time.clock)
@@ -146,7 +146,7 @@ def test_cut_off_reply_is_not_kept_for_a_larger_limit(server, tmp_path):
 @pytest.mark.parametrize("key", ["hunter2\n", "hunter2\r", " hunter2", "hünter2", "hunter2\0"])
 def test_key_that_http_cannot_send_is_refused_without_being_repeated(key):
     with pytest.raises(ValueError, match=r"^the key of http://host/v1: .*SPELL_JUDGE_KEY") as info:
-        EndpointConfig("http://host/v1", "m", key, key_name=JUDGE_KEY)
+        EndpointConfig("http://host/v1", "m", key, key_name="SPELL_JUDGE_KEY")
     assert "nter2" not in str(info.value)
     assert "hunter2" not in repr(EndpointConfig("http://host/v1", "m", "hunter2", key_name="A"))
 

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from spell_jax.data.samples import Sample
-from spell_jax.rollout.text_model import Policy
-from spell_jax.sampler.requests import Options
+from spell_jax.rollout.repliers import PolicyReplier
+from spell_jax.rollout.text_model import TextModel
 from tests import noise
 
 
 @pytest.fixture
 def policy(tmp_path, monkeypatch):
-    noise_policy = Policy(noise.save_policy(tmp_path / "policy"))
+    noise_policy = TextModel(noise.save_policy(tmp_path / "policy"))
     noise_policy.tokenizer.open_thought = lambda messages: "<think>"
 
-    def sample(prompts, group, keys, options):
+    def sample(prompts, n, keys, options, prompt_indices):
         for place in reversed(range(len(prompts))):
             tokens = np.array(
                 [*noise_policy.tokenizer.encode("city"), noise_policy.tokenizer.eos_id], np.int32
@@ -33,9 +33,8 @@ def policy(tmp_path, monkeypatch):
 
 
 def test_cut_off_reply_states_nothing(policy, caplog):
-    keys = np.zeros((3, 2), np.uint32)
     prompts = ["Oslo", "city " * 300, "Arvo"]
-    replies = list(policy.reply(prompts, keys, Options(max_tokens=9)))
+    replies = list(PolicyReplier(policy, 9)(prompts))
     assert replies == [(1, None), (2, "<think>city"), (0, "")]
     assert "1 of 2 replies were cut off at 9 tokens" in caplog.text
 
@@ -56,4 +55,4 @@ def test_damaged_weights_are_a_mistake_of_the_user_before_the_work(tmp_path, fau
     if fault == "cut off":
         file.write_bytes(content[:-1])
     with pytest.raises((FileNotFoundError, ValueError), match=r"model\.safetensors"):
-        Policy(folder)
+        TextModel(folder)

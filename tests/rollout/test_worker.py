@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from spell_jax.data.samples import Sample
-from spell_jax.rollout.worker import RolloutWorker, TextSampler
+from spell_jax.rollout.text_model import TextSampler
+from spell_jax.rollout.worker import RolloutWorker
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.counts import Counts
 from spell_jax.sampler.requests import SampleRequest

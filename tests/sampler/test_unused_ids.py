@@ -24,7 +24,7 @@ from spell_jax.learner.packing import Bucket, MicroBatch, PackingConfig, TrainGr
 from spell_jax.policy import embedding, transformer, weights
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.rollout.text_model import Policy
+from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
@@ -206,11 +206,11 @@ def test_policy_of_a_folder_samples_only_tokens_of_its_tokenizer(tmp_path) -> No
     words = tokenizers.load(hf_folders.write(tmp_path / "words", hf_folders.byte_level()))
     shape = dataclasses.replace(tiny.POLICY, vocab_size=320)
     weights.save(tmp_path / "policy", shape, tiny.weights(shape), words)
-    policy = Policy(tmp_path / "policy")
+    policy = TextModel(tmp_path / "policy")
     assert policy.config.unused_ids == ((264, 320),)
     prompts = [np.array(words.chat(text), np.int32) for text in "abcd"]
     options = [Options(temperature=20.0, max_tokens=100)] * len(prompts)
     keys = request_keys(jax.random.key(1), len(prompts))
-    sampled = dict(policy.sample(prompts, 20, keys, options))
+    sampled = dict(policy.sample(prompts, 20, keys, options, None))
     ids = np.concatenate([answer.tokens for group in sampled.values() for answer in group])
     assert len(ids) > 4000 and ids.max() == 263

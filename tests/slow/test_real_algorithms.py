@@ -35,6 +35,7 @@ from spell_jax.data.samples import Sample
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.rollout import worker as worker_module
+from spell_jax.rollout.replies import Prompt
 from spell_jax.rollout.worker import PendingCall, RolloutWorker
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.jsonl import write_records
@@ -384,13 +385,15 @@ class Script:
             asked_model, tokenizer = model, worker._text_sampler_of(model).tokenizer
             yield from real_answer(worker, model, pending)
 
-        def make_reply(prompt_ids: list[int], samples: Sequence[Sample], _, *options: Any):
+        def make_reply(prompt: Prompt, samples: Sequence[Sample], decode: Any, truncated: str):
             assert tokenizer is not None
-            texts = self.write(asked_model, tokenizer.decode(prompt_ids))
+            texts = self.write(asked_model, decode(prompt.ids))
             if asked_model == "reward_model":  # trained on the tokens of its scores
                 ids = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
                 samples = [Sample(np.array(answer, np.int32)) for answer in ids]
-            return real_reply(prompt_ids, samples, texts, *options)
+            written_texts = iter(texts)
+            reply = real_reply(prompt, samples, lambda _: next(written_texts), truncated)
+            return dataclasses.replace(reply, decode=decode)
 
         monkeypatch.setattr(RolloutWorker, "_answer", answer)
         monkeypatch.setattr(worker_module, "make_reply", make_reply)

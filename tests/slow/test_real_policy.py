@@ -20,7 +20,7 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.rope import RopeConfig
-from spell_jax.rollout.text_model import Policy
+from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.trainer import loop
 from spell_jax.trainer.export import export
@@ -168,7 +168,7 @@ def test_generation_from_a_hub_folder_is_deterministic(policy, tmp_path) -> None
     records = [{"prompt": "Who signed the report?"}, {"prompt": "word " * 40_000}]
     sampling = {"temperature": 0.0, "top_p": 1.0, "max_tokens": 4}
     texts = [record["prompt"] for record in records]
-    answers = generation.answer(Policy(policy), records, texts, 1, sampling, seed=0)
-    assert answers == generation.answer(Policy(policy), records, texts, 1, sampling, seed=1)
+    answers = generation.answer(TextModel(policy), records, texts, 1, sampling, seed=0)
+    assert answers == generation.answer(TextModel(policy), records, texts, 1, sampling, seed=1)
     assert len(answers[0]["answers"]) == 1 and answers[0]["tokens"] == [4]
     assert answers[1]["answers"] == []

@@ -18,7 +18,7 @@ from spell_jax.evaluation import answering
 from spell_jax.evaluation.benchmarks import registry
 from spell_jax.policy import gguf_convert, tokenizer, transformer, weights
 from spell_jax.policy.model import find_folder
-from spell_jax.rollout.text_model import Policy
+from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import paths
 from spell_jax.runtime.jsonl import write_records
 from tests import noise
@@ -131,7 +131,7 @@ def run(module: str, *flags: str) -> str:
 def test_greedy_answers_to_long_prompts_equal_transformers(folder, spell_data, monkeypatch) -> None:
     """Needles, and RULER's variable tracking and needle in noise, of 1,024 tokens."""
     noise.use_one_device(monkeypatch)
-    policy, prose = Policy(folder), str(spell_data / "books" / "dev")
+    policy, prose = TextModel(folder), str(spell_data / "books" / "dev")
     benchmarks = [
         registry.load(f"{task}_1024", "", 1, policy.tokenizer, prose=prose)
         for task in ("needle", "ruler_vt", "ruler_niah_single_1")
@@ -146,7 +146,7 @@ def test_greedy_answers_to_long_prompts_equal_transformers(folder, spell_data, m
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     scores = []
     for question in questions:
-        ids = torch.tensor(question.ids[None].tolist())
+        ids = torch.tensor([list(map(int, question.prompt.ids))])
         sequences = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

@@ -17,6 +17,7 @@ from spell_jax.config import ExtraModelConfig, read
 from spell_jax.policy import lora, products, transformer, weights
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
+from spell_jax.rollout import repliers
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.selfplay import prompts
@@ -138,7 +139,7 @@ def test_judge_template_selects_prompt_and_parser(template, verdicts, monkeypatc
 
         return ask
 
-    monkeypatch.setattr(build, "Endpoint", endpoint)
+    monkeypatch.setattr(repliers, "Endpoint", endpoint)
     fields = {"rule": "judge", "judge_url": "http://x", "judge_model": "m"}
     config = noise.small_config(
         TINY_POLICY,

@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,12 +30,14 @@ from spell_jax.data.samples import Sample
 from spell_jax.evaluation import generation
 from spell_jax.policy import choices
 from spell_jax.policy.embedder import Embedder
-from spell_jax.rollout.judge import JUDGE_KEY, Ask, PolicyJudge
-from spell_jax.rollout.text_model import Policy
+from spell_jax.rollout import flags
+from spell_jax.rollout.judge import AskJudge
+from spell_jax.rollout.repliers import PolicyReplier, make_replier
+from spell_jax.rollout.replies import Prompt
+from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import distributed, entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import check_choice, check_least
-from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import evidence, rules
@@ -100,9 +101,8 @@ class Node:
     """A request with its prompt, and its tree."""
 
     record: Record
-    ids: list[int]  # token ids of the prompt
+    prompt: Prompt
     key: np.ndarray  # key data of the next samples, uint32 [2]
-    thought: str = ""  # start of a thought that the chat layout wrote (Tokenizer.open_thought)
     branches: list[Branch] = dataclasses.field(default_factory=list)
     chosen_branch: Branch | None = None  # the best of `branches`, if one is well-formed
     reasonings: list[Branch] = dataclasses.field(default_factory=list)
@@ -149,27 +149,26 @@ class EvidenceTree:
     "reranker".
     """
 
-    policy: Policy
+    policy: TextModel
     config: TreeConfig
     prompts: Prompts
     sampling: Record
-    judge: Ask | None = None
+    judge: AskJudge | None = None
     embed: Embed | None = None
     rerank: Rerank | None = None
 
     def answer(self, records: Sequence[Record], texts: Sequence[str], seed: int) -> list[Record]:
         """Return output lines of requests; prompts (`texts`) over the context get no branches."""
-        tokenizer = self.policy.tokenizer
         key = jax.random.key(seed)
         keys = request_keys(key, len(records))
         nodes = [
-            Node(record, tokenizer.chat(text), node_key, tokenizer.open_thought(text))
+            Node(record, self.policy.encode(text), node_key)
             for record, text, node_key in zip(records, texts, keys, strict=True)
         ]
         # An answer has two parts, before and after the choice of a branch, each of at most
         # max_tokens.
-        room = self.policy.config.max_positions - 2 * self.sampling["max_tokens"]
-        fitting_nodes = [node for node in nodes if len(node.ids) <= room]
+        room = self.policy.room(2 * self.sampling["max_tokens"])
+        fitting_nodes = [node for node in nodes if len(node.prompt.ids) <= room]
         if len(fitting_nodes) < len(nodes):
             refused = len(nodes) - len(fitting_nodes)
             log.warning("%d prompts are longer than %d tokens and were not asked", refused, room)
@@ -197,8 +196,8 @@ class EvidenceTree:
         ]
         # A key of its own for each path: equal noise would make the reasonings more alike.
         starts = [dataclasses.replace(node, key=branch_key) for node, _, branch_key in pairs]
-        prefixes = [[*node.ids, *branch.tokens] for node, branch, _ in pairs]
-        samples_by_pair = dict(self._sample(starts, prefixes, 1, ANSWER_END))
+        before = [branch.tokens for _, branch, _ in pairs]
+        samples_by_pair = dict(self._sample(starts, before, 1, ANSWER_END))
         for i, (node, branch, _) in enumerate(pairs):
             (sample,) = samples_by_pair[i]
             node.paths.append(self._branch(node, branch.tokens, sample, ANSWER_END, 4))
@@ -206,7 +205,7 @@ class EvidenceTree:
     def _find_evidence(self, nodes: Sequence[Node]) -> None:
         """Sample branches up to the end of the evidence, and choose the best per question."""
         width = 1 if self.config.evidence_by == "none" else self.config.width
-        for i, samples in self._sample(nodes, [node.ids for node in nodes], width, EVIDENCE_END):
+        for i, samples in self._sample(nodes, [[] for _ in nodes], width, EVIDENCE_END):
             nodes[i].branches = [self._branch(nodes[i], [], s, EVIDENCE_END, 2) for s in samples]
             _measure_evidence(nodes[i])
         # A single well-formed branch is chosen without a score.
@@ -231,11 +230,10 @@ class EvidenceTree:
         """Sample reasonings after the chosen evidence, and choose the best per question."""
         width = 1 if self.config.reasoning_by == "none" else self.config.width
         nodes = [node for node, _ in pairs]
-        prefixes = [[*node.ids, *branch.tokens] for node, branch in pairs]
-        for i, samples in self._sample(nodes, prefixes, width, ANSWER_END):
-            before = pairs[i][1].tokens
+        before = [branch.tokens for _, branch in pairs]
+        for i, samples in self._sample(nodes, before, width, ANSWER_END):
             node = nodes[i]
-            node.reasonings = [self._branch(node, before, s, ANSWER_END, 4) for s in samples]
+            node.reasonings = [self._branch(node, before[i], s, ANSWER_END, 4) for s in samples]
         if self.config.reasoning_by == "judge":
             ask = self.prompts.reasoning_scores
             self._rank_by_judge(
@@ -250,20 +248,24 @@ class EvidenceTree:
             node.best = _best(node.reasonings)
 
     def _sample(
-        self, nodes: Sequence[Node], prompts: Sequence[list[int]], width: int, end: str
-    ) -> Iterator[tuple[int, list[Sample]]]:
-        """Yield (index of a prompt, its `width` samples) in order of completion."""
+        self, nodes: Sequence[Node], before: Sequence[list[int]], width: int, end: str
+    ) -> Iterator[tuple[int, Sequence[Sample]]]:
+        """Yield (index of a node, `width` samples after its prompt and the tokens `before`)."""
         options = Options(**self.sampling, stop_strings=(end,))
-        ids = [np.array(prompt, np.int32) for prompt in prompts]
+        prompts = [
+            Prompt([*node.prompt.ids, *tokens]) for node, tokens in zip(nodes, before, strict=True)
+        ]
         keys = np.array([node.key for node in nodes], np.uint32).reshape(-1, 2)
-        return self.policy.sample(ids, width, keys, [options] * len(ids))
+        for i, reply in self.policy.ask(prompts, width, options, keys):
+            assert reply is not None  # `answer` leaves out prompts without room
+            yield i, reply.samples
 
     def _branch(
         self, node: Node, before: list[int], sample: Sample, end: str, sections: int
     ) -> Branch:
         """Parse a sample after the tokens `before` into its first `sections` sections."""
         tokens = [*before, *sample.content]
-        text = node.thought + self.policy.tokenizer.decode(tokens)
+        text = node.prompt.thought + self.policy.tokenizer.decode(tokens)
         # The last token may go on after the tag. The text ends at the tag, the tokens stay as
         # sampled, because the continuation must read what the policy wrote.
         if sample.stop_string:
@@ -409,20 +411,22 @@ class Reranker:
     None if the model says something else, or the prompt is longer than its context.
     """
 
-    policy: Policy
+    model: TextModel
 
     def __call__(self, prompts: Sequence[str]) -> list[float | None]:
-        ids, fitting = self.policy.fit(prompts, 1)
-        keys = np.zeros((len(ids), 2), np.uint32)  # unused: decoding is greedy
-        options = [Options(temperature=0.0, max_tokens=1)] * len(ids)
+        keys = np.zeros((len(prompts), 2), np.uint32)  # unused: decoding is greedy
+        options = Options(temperature=0.0, max_tokens=1)
         scores: list[float | None] = [None] * len(prompts)
-        for place, (sample,) in self.policy.sample(ids, 1, keys, options):
-            word = self.policy.tokenizer.decode(sample.content).strip().lower()
+        for i, reply in self.model.ask(prompts, 1, options, keys):
+            if reply is None:
+                continue
+            (sample,) = reply.samples
+            word = self.model.tokenizer.decode(sample.content).strip().lower()
             probability = math.exp(sample.logprob)
             # After "no" the score is 1 - p(no): it counts the mass of all words but "no" as yes,
             # which is negligible for a model that was trained to say one of both.
-            scores[fitting[place]] = {"yes": probability, "no": 1 - probability}.get(word)
-        self.policy.release()
+            scores[i] = {"yes": probability, "no": 1 - probability}.get(word)
+        self.model.release()
         if failed := scores.count(None):
             log.warning("no score of %d of %d sets of evidence", failed, len(scores))
         return scores
@@ -451,28 +455,30 @@ def run(flag_values: Any) -> None:
     generation.write_answers(flag_values, lines)
 
 
-def _make_judge(flag_values: Any, policy: Policy) -> Ask:
+def _make_judge(flag_values: Any, policy: TextModel) -> AskJudge:
     """Make the judge of branches: an endpoint, another policy, or `policy` itself by default."""
-    if bool(flag_values.judge_url) != bool(flag_values.judge_model) or (
-        flag_values.judge_url and flag_values.judge_policy
-    ):
-        raise app.UsageError("--judge_url and --judge_model go together, without --judge_policy")
-    key, cap = os.environ.get(JUDGE_KEY), flag_values.judge_max_tokens
-    if flag_values.judge_url:
-        names = flag_values.judge_url, flag_values.judge_model
-        endpoint = Endpoint(EndpointConfig(*names, key, max_tokens=cap, key_name=JUDGE_KEY))
-        # One host asks and broadcasts the replies: all hosts continue from the same branch.
-        return lambda texts: distributed.broadcast(lambda: list(endpoint(texts)))
+    cap = flag_values.judge_max_tokens
+    if not flags.check_model(flag_values, "judge"):
+        return PolicyReplier(policy, cap)
+    replier, _ = make_replier(
+        "judge",
+        url=flag_values.judge_url,
+        model=flag_values.judge_model,
+        policy=flag_values.judge_policy,
+        dtype=flag_values.dtype,
+        sampling={"max_tokens": cap},
+    )
     if flag_values.judge_policy:
-        policy = Policy(flag_values.judge_policy, flag_values.dtype)
-    return PolicyJudge(policy, cap)
+        return replier
+    # One host asks and broadcasts the replies: all hosts continue from the same branch.
+    return lambda texts: distributed.broadcast(lambda: list(replier(texts)))
 
 
 def _make_reranker(flag_values: Any) -> Rerank:
     if not flag_values.reranker:
         raise app.UsageError("--reranker: must be a Hugging Face folder, for reranker")
     thinking = choices.THINKING[flag_values.reranker_thinking]
-    return Reranker(Policy(flag_values.reranker, flag_values.dtype, thinking))
+    return Reranker(TextModel(flag_values.reranker, flag_values.dtype, thinking))
 
 
 def _make_embed(flag_values: Any) -> Embed:

@@ -33,7 +33,7 @@ import logging
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,31 +52,25 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import find_folder
 from spell_jax.rollout import flags as policy_flags
 from spell_jax.rollout import judge as judging
+from spell_jax.rollout.flags import check_model
 from spell_jax.rollout.judge import Judge
-from spell_jax.rollout.text_model import Policy, check_room
+from spell_jax.rollout.repliers import Replier, make_replier
 from spell_jax.runtime import distributed, durable, entry, fault_injection, paths
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.config import check_choice, check_least
-from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.runtime.jsonl import append_records, read_records, write_json
 from spell_jax.sampler.config import SamplerConfig
-from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import parsing, rules
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.prompts import Prompts
 from spell_jax.selfplay.verdicts import MALFORMED, UNANSWERED
 
-TEACHER_KEY = "SPELL_TEACHER_KEY"  # an environment variable: configs are written to disk
 QUESTIONS, SUMMARY, REPLIES = "questions.jsonl", "summary.json", "teacher.jsonl"
 AGREEMENTS = ("judge", "rule")
 KEPT = "kept"
 _UNDECIDED = {MALFORMED: "judge_malformed", UNANSWERED: "judge_unanswered"}
 log = logging.getLogger("spell_jax.algorithms.rlvr.questions")  # a script's __name__ is "__main__"
-
-# (prompts, their (attempt, turn) pairs) -> (prompt index, reply) in order of arrival. A reply of
-# None means that the request failed.
-Ask = Callable[[Sequence[str], Sequence[tuple[int, int]]], Iterable[tuple[int, str | None]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +118,7 @@ class Teacher:
     is part of the key.
     """
 
-    ask: Ask
+    ask: Replier
     name: str
     path: pathlib.Path
     requests: int = 0
@@ -165,26 +159,6 @@ def _parse_reply(line: Any) -> tuple[str, str]:
     if not isinstance(key, str) or not isinstance(reply, str):
         raise TypeError("key and reply must be texts")
     return key, reply
-
-
-@dataclasses.dataclass(frozen=True)
-class PolicyTeacher:
-    """One of our policies as teacher (an Ask). Each attempt and turn has its own random key."""
-
-    policy: Policy
-    options: Options
-    seed: int
-
-    def __post_init__(self):
-        check_room(self.policy, self.options.max_tokens, "teacher")
-
-    def __call__(
-        self, prompts: Sequence[str], numbers: Sequence[tuple[int, int]]
-    ) -> Iterator[tuple[int, str | None]]:
-        prompts, numbers = distributed.broadcast(lambda: [list(prompts), list(numbers)])
-        key = np.asarray(jax.random.key_data(jax.random.key(self.seed)))
-        keys = fold_keys(key, [tuple(pair) for pair in numbers])
-        yield from self.policy.reply(prompts, keys, self.options)
 
 
 # -------------------------------------------------------------------------------------- The build
@@ -360,43 +334,28 @@ def _line(attempt: Attempt) -> dict[str, Any]:
 
 def make_teacher(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> Teacher:
     """Make the teacher; UsageError, FileNotFoundError or ValueError name the flag or folder."""
-    url, model, folder = (
-        flag_values.teacher_url,
-        flag_values.teacher_model,
-        flag_values.teacher_policy,
-    )
-    if bool(url) != bool(model) or bool(url) == bool(folder):
-        raise app.UsageError(
-            "--teacher_url and --teacher_model, or --teacher_policy, must say who the teacher is"
-        )
+    check_model(flag_values, "teacher", needed_for="the teacher")
     sampling: dict[str, Any] = {
         "temperature": flag_values.temperature,
         "top_p": flag_values.top_p,
         "max_tokens": flag_values.teacher_max_tokens,
     }
-    options = Options(**sampling)
-    if folder:
-        policy = Policy(folder, flag_values.dtype, choices.THINKING[flag_values.thinking], sizes)
-        ask: Ask = PolicyTeacher(policy, options, flag_values.seed)
-        model = f"{policy.folder.name} {policy.fingerprint()}"
-    else:
-        try:
-            config = EndpointConfig(
-                url,
-                model,
-                os.environ.get(TEACHER_KEY),
-                timeout_s=1800.0,  # long documents, and thoughts of tens of thousands of tokens
-                attempts=8,
-                workers=flag_values.teacher_workers,
-                requests_per_s=flag_values.teacher_rate,
-                key_name=TEACHER_KEY,
-                **sampling,
-            )
-        except ValueError as error:
-            raise ValueError(f"teacher's {error}") from error
-        endpoint = Endpoint(config)
-        # An endpoint takes no random key: only the record repeats its replies.
-        ask = lambda prompts, numbers: endpoint(prompts)  # noqa: E731
+    Options(**sampling)  # checks the values before the weights are read
+    # Long documents, and thoughts of tens of thousands of tokens.
+    endpoint = {"timeout_s": 1800.0, "attempts": 8, "workers": flag_values.teacher_workers}
+    ask, model = make_replier(
+        "teacher",
+        url=flag_values.teacher_url or "",
+        model=flag_values.teacher_model or "",
+        policy=flag_values.teacher_policy or "",
+        sampling=sampling,
+        dtype=flag_values.dtype,
+        thinking=choices.THINKING[flag_values.thinking],
+        sizes=sizes,
+        seed=flag_values.seed,
+        requests_per_s=flag_values.teacher_rate,
+        **endpoint,
+    )
     # Everything that changes a reply, because the name is part of the record's keys.
     name = json.dumps([model, *sampling.values(), flag_values.thinking, flag_values.seed])
     return Teacher(ask, name, out / REPLIES)
@@ -439,7 +398,7 @@ def main(_) -> None:
     settings = Settings(**{name: getattr(flag_values, name) for name in fields})
     out, sizes = pathlib.Path(flag_values.out), judging.read_sizes(flag_values)
     teacher = make_teacher(flag_values, out, sizes)
-    judge = judging.make_judge(flag_values, out, sizes)
+    judge = judging.judge_of_flags(flag_values, out, sizes)
     stream, count_tokens = open_clusters(flag_values)
     summary = build_questions(settings, stream, count_tokens, teacher, judge, out)
     if jax.process_index() == 0:

@@ -13,6 +13,7 @@ import pytest
 from spell_jax.algorithms.eapo import evidence_tree
 from spell_jax.algorithms.eapo.evidence_tree import EvidenceTree, TreeConfig
 from spell_jax.data.samples import Sample
+from spell_jax.rollout.text_model import TextModel
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import prompts
 
@@ -25,7 +26,7 @@ def request(number: int, **fields: Any) -> dict[str, Any]:
     return {"documents": DOCUMENTS, "question": f"Q{number}?"} | fields
 
 
-class Scripted:
+class Scripted(TextModel):
     """Policy whose tokens are bytes.
 
     Attributes:
@@ -48,7 +49,7 @@ class Scripted:
             decode=lambda ids: bytes(ids).decode(),
         )
 
-    def sample(self, ids, width: int, keys: np.ndarray, options: Sequence[Options]):
+    def sample(self, ids, width: int, keys: np.ndarray, options: Sequence[Options], _=None):
         if not ids:
             return
         (end,) = options[0].stop_strings
@@ -288,15 +289,11 @@ def test_reranker_scores_by_the_probability_of_yes(caplog):
     replies = {"a": ("yes", 0.75), "b": (" No", 0.9), "c": ("Yes", 0.5), "d": ("Maybe", 0.9)}
 
     class Words(Scripted):
-        def fit(self, prompts, max_tokens):
-            fitting = [i for i, prompt in enumerate(prompts) if prompt in replies]
-            return [list(prompts[i].encode()) for i in fitting], fitting
-
-        def sample(self, ids, width, keys, options):
+        def sample(self, ids, width, keys, options, _=None):
             assert (width, options[0].temperature, options[0].max_tokens) == (1, 0.0, 1)
             assert keys.shape == (len(ids), 2)
             for place in reversed(range(len(ids))):
-                word, probability = replies[bytes(ids[place]).decode()]
+                word, probability = replies[bytes(ids[place].tolist()).decode()]
                 tokens = np.array([*word.encode()], np.int32)
                 # As if all of the word but its first byte were certain.
                 logprobs = np.log(np.float32([probability] + [1] * (len(tokens) - 1)))
@@ -306,7 +303,7 @@ def test_reranker_scores_by_the_probability_of_yes(caplog):
             self.released = True
 
     policy: Any = Words({}, {})
-    scores = evidence_tree.Reranker(policy)(["b", "too long", "a", "d", "c"])
+    scores = evidence_tree.Reranker(policy)(["b", "too long" * 200, "a", "d", "c"])
     expected_scores = [0.1, None, 0.75, None, 0.5]
     assert [score and pytest.approx(score, abs=1e-6) for score in expected_scores] == scores
     assert policy.released and "no score of 2 of 5" in caplog.text

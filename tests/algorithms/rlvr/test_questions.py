@@ -16,7 +16,7 @@ import pytest
 
 from spell_jax.algorithms.rlvr import questions as rlvr_questions
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
-from spell_jax.algorithms.rlvr.questions import PolicyTeacher, Settings, Teacher
+from spell_jax.algorithms.rlvr.questions import Settings, Teacher
 from spell_jax.configs import tiny
 from spell_jax.data import tfds_sets
 from spell_jax.data.clusters import PAPER_TASKS, Cluster, in_memory
@@ -24,11 +24,11 @@ from spell_jax.data.questions import read_questions
 from spell_jax.data.stream import TaskStream
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.rollout.judge import Judge
-from spell_jax.rollout.text_model import SIZES, Policy
+from spell_jax.rollout.repliers import PolicyReplier
+from spell_jax.rollout.text_model import SIZES, TextModel
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.sampler.config import SamplerConfig
-from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import prompts as prompt_sets
 from tests import noise
 from tests.algorithms.scripted import ScriptedModels, make_context
@@ -388,8 +388,8 @@ def test_policy_teacher_replies_depend_only_on_attempt_and_turn(tmp_path, monkey
     noise.use_one_device(monkeypatch)
     noise.finish_replies(monkeypatch)
     sizes = SamplerConfig(kv_cache_tokens=512, slots=8, prefill_tokens=128, page_size=16)
-    policy = Policy(noise.save_policy(tmp_path / "noise"), sizes=sizes)
-    ask = PolicyTeacher(policy, Options(1.0, max_tokens=6), 0)
+    policy = TextModel(noise.save_policy(tmp_path / "noise"), sizes=sizes)
+    ask = PolicyReplier(policy, 6, 1.0, name="teacher")
     prompts = ["- Arvo Oslo 34 12 Bela\nask general"] * 4
     numbers = [(0, 0), (1, 0), (0, 1), (2, 0)]
     replies = dict(ask(prompts, numbers))
@@ -400,7 +400,7 @@ def test_policy_teacher_replies_depend_only_on_attempt_and_turn(tmp_path, monkey
     other_replies = dict(ask([prompts[0] * 200, *prompts[1:3]], [(7, 0), *numbers[1:3]]))
     assert other_replies == {0: None, 1: replies[1], 2: replies[2]}  # the first is over the context
     with pytest.raises(ValueError, match=r"teacher_max_tokens = 256: .* = 256"):
-        PolicyTeacher(policy, Options(1.0, max_tokens=256), 0)
+        PolicyReplier(policy, 256, 1.0, name="teacher")
 
 
 # ------------------------------------------------------------------------------------------ Program
@@ -506,12 +506,12 @@ def flags_given(tmp_path: pathlib.Path, **changes):
 @pytest.mark.parametrize(
     "changes, error",
     [
-        ({}, "must say who the teacher is"),
-        ({"teacher_url": "http://x"}, "must say who the teacher is"),
-        ({"teacher_model": "m"}, "must say who the teacher is"),
+        ({}, "the teacher: --teacher_url and --teacher_model, or --teacher_policy, must be given"),
+        ({"teacher_url": "http://x"}, "go together, without --teacher_policy"),
+        ({"teacher_model": "m"}, "go together, without --teacher_policy"),
         (
             {"teacher_url": "http://x", "teacher_model": "m", "teacher_policy": "p"},
-            "must say who the teacher is",
+            "go together, without --teacher_policy",
         ),
         ({"teacher_url": "x", "teacher_model": "m"}, "teacher's url = 'x'"),
         ({"teacher_url": "http://x", "teacher_model": "m", "top_p": 0.0}, "top_p"),
