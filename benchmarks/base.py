@@ -101,7 +101,6 @@ class SamplerBenchmark(PolicyBenchmark):
         config = SamplerConfig(
             **SAMPLING,
             max_tokens=response,
-            max_verdict_tokens=response,
             max_prompt=prompt,
             page_size=self.page_size,
             kv_cache_tokens=meshes.row_shards(mesh) * pages * self.page_size,

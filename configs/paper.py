@@ -103,6 +103,6 @@ def get_config(model: str = "") -> Config:
     row = MODELS[model]
     config.policy.folder = f"models/{row.folder}"
     # The paper's verdicts have the same cap as answers (section 4.1 names one maximum output).
-    config.sampler.max_tokens = config.sampler.max_verdict_tokens = row.max_tokens
+    config.sampler.max_tokens = row.max_tokens
     config.mesh.expert = row.expert
     return config

@@ -33,7 +33,8 @@ def get_config() -> Config:
     config.algorithm.verifier_conflict = "well_formed"
 
     # A verdict has 2 tokens, and an answer 21.
-    config.sampler.update(max_prompt=192, max_tokens=48, max_verdict_tokens=4, slots=128)
+    config.sampler.update(max_prompt=192, max_tokens=48, slots=128)
+    config.algorithm.max_verdict_tokens = 4
     # Prompts share whole pages only, so a page must not be longer than a question.
     config.sampler.update(page_size=16, kv_cache_tokens=32_768)
     config.sampler.update(prefill_tokens=1536, decode_tokens=16)

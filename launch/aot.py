@@ -173,6 +173,7 @@ class RunPrograms:
             (0,),
             mesh,
             record_experts=self.learner.loss.routing == "sampled",
+            has_dropout=bool(config.algorithm.get("vocabulary_dropout", 0.0)),
         )
         self.lane = self.sampler.shape.lane_of(self.group)
         shapes, axes = transformer.abstract_params(policy)
@@ -202,7 +203,7 @@ class RunPrograms:
         sampler = self.sampler
         limits = [{} for _ in range(sampler.shards)]
         scheduler = Scheduler(sampler.shape, sampler.shards)
-        batch = batching.slots(scheduler, self.lane, limits, 1, sampler.config)
+        batch = batching.slots(scheduler, self.lane, limits, 1, sampler.config, sampler.has_dropout)
         program = self._sampling("decode", (len(batch.count), 1), sampler.decode, batch)
         return dataclasses.replace(program, options={"lane": self.lane}, rules=meshes.DECODE_RULES)
 

@@ -167,7 +167,7 @@ def longest_groups(algorithm: AlgorithmConfig, sampling: SamplerConfig) -> list[
     """Make the groups of the largest update: every prompt and every answer has its token cap."""
     groups = []
     for budget in algorithm.budgets():
-        tokens = getattr(sampling, budget.cap)
+        tokens = budget.max_tokens or sampling.max_tokens
         group = dummy_group(sampling.max_prompt, tokens, budget.replies, budget.role)
         groups += [group] * budget.trained
     return groups

@@ -280,7 +280,7 @@ class MemoryPlan:
     def _cached(self) -> int:
         """KV cache tokens of one prompt with its G answers, in whole pages."""
         shape, sampler = self.programs.sampler.shape, self.programs.sampler.config
-        answers = self.programs.group * shape.pages_of(sampler.longest_answer)
+        answers = self.programs.group * shape.pages_of(sampler.max_tokens)
         return (shape.pages_of(self.length) + answers) * shape.page_size
 
     def helpful(self) -> Iterator[tuple[str, MemoryPlan]]:

@@ -155,6 +155,11 @@ class Phase(NamedTuple):
 # -------------------------------------------------------------------------------------------- Step
 
 
+def verdict_cap(config: Config) -> int:
+    """Return the most tokens of a vote of SPELL's verifier."""
+    return config.algorithm.get("max_verdict_tokens", 0) or config.sampler.max_tokens
+
+
 def workload(
     config: Config, prompt: int, tokens: int = 0, verdict_tokens: int = 0, **fields: Any
 ) -> Workload:
@@ -164,7 +169,7 @@ def workload(
     cap for verdicts. At the paper's cap of 4,096 these are 409 and 64 tokens.
     """
     tokens = tokens or max(1, config.sampler.max_tokens // 10)
-    verdict_tokens = verdict_tokens or max(1, config.sampler.max_verdict_tokens // 64)
+    verdict_tokens = verdict_tokens or max(1, verdict_cap(config) // 64)
     return Workload(prompt, tokens, verdict_tokens, **fields)
 
 
@@ -288,8 +293,8 @@ def format_phases(step_phases: list[Phase]) -> str:
 
 def describe_step(programs: aot.RunPrograms, topology: topologies.Topology, work: Workload) -> str:
     """Format the table, the step in which all answers have their caps, and the assumptions."""
-    caps = programs.config.sampler
-    longest = {"tokens": caps.max_tokens, "verdict_tokens": caps.max_verdict_tokens}
+    cap, cap_of_verdicts = programs.config.sampler.max_tokens, verdict_cap(programs.config)
+    longest = {"tokens": cap, "verdict_tokens": cap_of_verdicts}
     capped = phases(programs, topology, dataclasses.replace(work, **longest))
     capped_seconds = sum(phase.seconds.total for phase in capped)
     assumptions = ", ".join(f"--{name}={value}" for name, value in dataclasses.asdict(work).items())
@@ -298,8 +303,8 @@ def describe_step(programs: aot.RunPrograms, topology: topologies.Topology, work
         "",
         format_phases(phases(programs, topology, work)),
         "",
-        f"If every answer had {caps.max_tokens} tokens and every verdict "
-        f"{caps.max_verdict_tokens}, their caps: {capped_seconds:.0f} s",
+        f"If every answer had {cap} tokens and every verdict "
+        f"{cap_of_verdicts}, their caps: {capped_seconds:.0f} s",
         f"Assumed: {assumptions.replace('--prompt', '--length')}",
         f"Assumed shares of the peaks: {machine(topology).shares}",
         "Not counted: the host between calls, offloading, checkpoints, an external judge. A model "

@@ -188,11 +188,7 @@ class RunConfig:
             )
         if self.staleness and self.minibatches > 1:
             yield f"staleness = 1: must be 0 for minibatches = {self.minibatches}"
-        if self.sampler.vocabulary_dropout and loss.support == "sampled":
-            yield (
-                f"sampler.vocabulary_dropout = {self.sampler.vocabulary_dropout}: must be 0 for "
-                "loss.support = 'sampled', because what the filters kept is not known without it"
-            )
+        yield from self.algorithm.conflicts(self.sampler, loss)
         yield from registry.objective_conflicts(self.algorithm, loss)
         if loss.objective == "dpo" and self.packing.shared_prefix == "none":
             yield (

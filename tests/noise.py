@@ -110,7 +110,7 @@ def small_config(folder: str | pathlib.Path, **overrides) -> ConfigDict:
         "sampler.prefill_tokens": 512,
         "sampler.decode_tokens": 4,
         "sampler.max_tokens": 6,
-        "sampler.max_verdict_tokens": 3,
+        "algorithm.max_verdict_tokens": 3,
         "packing.buckets": ((160, 24),),
         "packing.token_budget": 640,
     }
@@ -171,8 +171,8 @@ def _shared_learner(policy, optimizer, *arguments) -> Learner:
 
 
 @functools.cache
-def _shared_sampler(policy, config, stop_ids, mesh, record_experts) -> Sampler:
-    return Sampler(policy, config, stop_ids, mesh, record_experts=record_experts)
+def _shared_sampler(policy, config, stop_ids, mesh, *switches: bool) -> Sampler:
+    return Sampler(policy, config, stop_ids, mesh, None, *switches)
 
 
 def share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +185,8 @@ def share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         build,
         "Sampler",
-        lambda policy, config, stop_ids, mesh, stream, record_experts: _shared_sampler(
-            policy, config, tuple(stop_ids), mesh, record_experts
+        lambda policy, config, stop_ids, mesh, stream, *switches: _shared_sampler(
+            policy, config, tuple(stop_ids), mesh, *switches
         ),
     )
 

@@ -120,7 +120,6 @@ def _sampler(policy: PolicyConfig, sizes: DecodeSizes, cache_dtype: str) -> Samp
     config = SamplerConfig(
         **SAMPLING,
         max_tokens=sizes.response,
-        max_verdict_tokens=sizes.response,
         max_prompt=sizes.prompt,
         page_size=sizes.page,
         kv_cache_tokens=pages * sizes.page,

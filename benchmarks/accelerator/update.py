@@ -96,7 +96,7 @@ def _programs(policy: PolicyConfig, sizes: UpdateSizes, layout: str) -> aot.RunP
     config: Any = default_config("spell")
     config.algorithm.group_size = sizes.group
     config.policy.compute_dtype = "bfloat16"
-    config.sampler.max_tokens = config.sampler.max_verdict_tokens = sizes.response
+    config.sampler.max_tokens = sizes.response
     budget = bucket.length * (1 if layout == "tree" else 2)
     config.packing.update(shared_prefix=layout, token_budget=budget)
     config.packing.buckets = ((bucket.length, bucket.answers),)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from spell_jax.learner.advantages import group_advantages
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.runtime.config import check_choice, naming
 from spell_jax.runtime.metrics import Metrics
+from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import prompts, rules
 from spell_jax.selfplay.verdicts import JUDGE_RULES, JUDGE_TEMPLATES
 
@@ -134,6 +136,24 @@ class AlgorithmConfig:
         """
         return ()
 
+    @property
+    def hints(self) -> dict[str, str]:
+        """Metric -> why updates are empty if it is the largest of these metrics, and the remedy."""
+        return {
+            "rollout/overlong": "documents do not fit; lower data.documents_per_cluster or "
+            "data.max_document_tokens, or raise sampler.max_prompt",
+            "rollout/accepted": "the rewards of each question's answers are all equal",
+        }
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether the algorithm asks for samples with vocabulary dropout (Options.dropout)."""
+        return False
+
+    def conflicts(self, sampler: SamplerConfig, loss: LossConfig) -> Iterator[str]:
+        """Yield a message for each field that does not fit the sampler or the loss."""
+        yield from ()
+
     def budgets(self) -> Sequence[RolloutBudget]:
         """Return upper bounds on the samples of a step, or of a round; launch.check prints them."""
         return ()
@@ -152,4 +172,4 @@ class RolloutBudget:
     replies: int  # samples per prompt
     trained: int = 0  # groups, each a prompt and its samples, that are trained on
     model: str = "policy"  # the model that is trained on them
-    cap: str = "max_tokens"  # field of SamplerConfig with the longest sample
+    max_tokens: int = 0  # cap of a sample, in tokens; 0: sampler.max_tokens

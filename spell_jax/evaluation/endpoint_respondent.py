@@ -137,7 +137,9 @@ class EndpointRespondent:
         except ValueError as error:
             raise ValueError(f"{benchmark.name}: {item.id}: {error}") from error
         shortened = protocol.truncate(ids, longest - self._layout)
-        return TokenizedQuestion(benchmark, item, Prompt(shortened), len(ids) + self._layout)
+        return TokenizedQuestion(
+            benchmark, item, Prompt(shortened.tolist()), len(ids) + self._layout
+        )
 
     def answer(
         self, questions: Sequence[TokenizedQuestion], limit: int, answered_keys: Set[QuestionKey]

@@ -92,12 +92,13 @@ class _ModelCall(Protocol[Answer]):
         group: int = 1,
         model: str = "policy",
         temperature: float | None = None,
+        **options: Any,
     ) -> Answer:
         """Sample `group` replies per prompt from "policy" or another model of the run.
 
-        The role is "questioner", "responder", "verifier" or another name that the algorithm uses.
-        The "verifier" has its own cap of answer tokens (sampler.max_verdict_tokens). A temperature
-        of None is sampler.temperature.
+        The role is a name for counts, such as "responder". A temperature of None is
+        sampler.temperature. `options`, fields of Options such as max_tokens, replace the sampler
+        config's.
         """
         ...
 

@@ -169,8 +169,6 @@ class TextModel:
         config = dataclasses.replace(
             sizes,
             max_tokens=cap,
-            # No verdicts are sampled; 1 is the smallest value.
-            max_verdict_tokens=1,
             max_prompt=longest,
             kv_cache_tokens=shards * (sizes.kv_cache_tokens + room),
             # A small set compiles small programs: unused slots would be decoded as well.

@@ -39,7 +39,8 @@ class PendingCall:
     prompts: Sequence[str]
     group: int = 1
     model: str = "policy"
-    temperature: float | None = None
+    # Fields of Options that differ from the sampler's config.
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     item: int = 0  # index of the coroutine in `run_all`
     encoded: list[Prompt] = dataclasses.field(default_factory=list)  # the prompts as tokens
     replies: Replies = dataclasses.field(default_factory=Replies)
@@ -60,9 +61,19 @@ class PendingCall:
 def _make_ask(coroutine: int) -> Ask:
     calls = itertools.count(1)
 
-    async def ask(*call: Any, **options: Any) -> Replies:
-        pending = PendingCall((coroutine, next(calls)), *call, **options)
-        return await pending if pending.prompts else Replies()
+    async def ask(
+        role: str,
+        prompts: Sequence[str],
+        group: int = 1,
+        model: str = "policy",
+        temperature: float | None = None,
+        **options: Any,
+    ) -> Replies:
+        if temperature is not None:
+            options["temperature"] = temperature
+        number = coroutine, next(calls)
+        pending = PendingCall(number, role, prompts, group, model, options)
+        return await pending if prompts else Replies()
 
     return ask
 
@@ -216,11 +227,7 @@ class RolloutWorker:
             prompt = call.encoded[place]
             if not self.sampler.prompt_fits(prompt.ids):
                 continue
-            is_verdict = call.role == "verifier"
-            cap = config.max_verdict_tokens if is_verdict else config.max_tokens
-            changes = {} if call.temperature is None else {"temperature": call.temperature}
-            changes |= config.dropout if call.role == "questioner" else {}
-            options = config.options(cap, **changes)
+            options = config.options(**call.options)
             request = SampleRequest(prompt.ids, call.group, key, options, call.agent)
             tickets[session.submit(request)] = call, place
             call.missing += 1

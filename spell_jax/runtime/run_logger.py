@@ -30,16 +30,6 @@ from spell_jax.runtime.progress import Progress
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _STATUS_FILE = pathlib.Path("/proc/self/statm")  # Linux; the second number counts resident pages
 _MOST_EMPTY = 3  # empty updates in a row before the log explains them
-# Share of proposals -> cause and remedy if this share is the largest.
-_WHY_EMPTY = {
-    "rollout/bad_format": "the policy does not write the questioner's format; warm-start it",
-    "rollout/declined": "references are over algorithm.max_answer_tokens, or nothing is asked",
-    "rollout/ungrounded": "questions are answered without documents (algorithm.grounding_samples)",
-    "rollout/overlong": "documents do not fit; lower data.documents_per_cluster or "
-    "data.max_document_tokens, or raise sampler.max_prompt",
-    "rollout/too_small": "clusters have too few documents (algorithm.unread_documents)",
-    "rollout/accepted": "the rewards of each question's answers are all equal",
-}
 
 
 class Background:
@@ -176,7 +166,9 @@ class RunLogger:
     `state` in the last checkpoint. `episodes` is the maximum number of characters per step, as in
     EpisodeWriter. Nothing is written if the folder was removed or renamed (durable.GoneError).
     `wandb` is a project of Weights & Biases; the project also gets the config. `timer` is given if
-    the caller reads it too. ValueError as MetricsWriter, ImportError as loggers.Wandb.
+    the caller reads it too. `hints` are metric -> cause and remedy of empty updates in which this
+    metric is the largest of them (AlgorithmConfig.hints). ValueError as MetricsWriter, ImportError
+    as loggers.Wandb.
     """
 
     def __init__(
@@ -190,6 +182,7 @@ class RunLogger:
         wandb: str = "",
         config: Mapping[str, Any] | None = None,
         timer: PhaseTimer | None = None,
+        hints: Mapping[str, str] | None = None,
     ) -> None:
         is_writer = jax.process_index() == 0
         # Without a finished step there is nothing to resume: the files start anew.
@@ -213,7 +206,7 @@ class RunLogger:
         # Also holds the time limit.
         self.progress = Progress(steps, start=finished_steps, enabled=is_writer)
         self._timer = timer or PhaseTimer()
-        self._empty_in_a_row = 0
+        self._empty_in_a_row, self._hints = 0, hints or {}
 
     def __enter__(self) -> RunLogger:
         self._background.__enter__()
@@ -264,13 +257,13 @@ class RunLogger:
     def _explain_empty(self, means: Mapping[str, float]) -> None:
         """Warn once about _MOST_EMPTY empty updates in a row, with the most frequent cause."""
         self._empty_in_a_row = self._empty_in_a_row + 1 if means.get("train/empty_update") else 0
-        shares = {means[name]: name for name in _WHY_EMPTY if name in means}
+        shares = {means[name]: name for name in self._hints if name in means}
         # Equal, not at least: one warning for each row of empty updates.
         if self._empty_in_a_row == _MOST_EMPTY and shares:
             name = shares[max(shares)]
             logging.warning(
                 "%d updates in a row were empty, the weights did not change. %s = %.2f: %s",
-                *(_MOST_EMPTY, name, means[name], _WHY_EMPTY[name]),
+                *(_MOST_EMPTY, name, means[name], self._hints[name]),
             )
 
     def flush(self) -> None:

@@ -61,18 +61,23 @@ def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> program
 
 
 def slots(
-    scheduler: Scheduler, lane: int, limits: Limits, most_idle: int, config: SamplerConfig
+    scheduler: Scheduler,
+    lane: int,
+    limits: Limits,
+    most_idle: int,
+    config: SamplerConfig,
+    has_dropout: bool = False,
 ) -> programs.Slots:
     """Convert the state of one lane to the input arrays of a decode call.
 
     `limits` are the token counts at which sequences must stop. `most_idle` is the number of idle
-    slot passes at which the call returns.
+    slot passes at which the call returns. `has_dropout` is as Sampler.has_dropout.
     """
     shape, shards = scheduler.shape, len(scheduler.shards)
     cells, rows = shape.lanes[lane]
     slot_shape, cell_shape = (shards, shape.slots), (shards, rows, cells)
     prompt_pages = shape.pages_of(config.max_prompt)
-    suffix_pages = shape.pages_of(config.longest_answer)
+    suffix_pages = shape.pages_of(config.max_tokens)
     arrays = programs.Slots(
         # Zeros in count and limit make a slot idle, so only slots with a sequence are filled below.
         prefilled=np.full(slot_shape, -1, np.int32),
@@ -96,7 +101,7 @@ def slots(
         most_idle=np.full((shards, 1), most_idle, np.int32),
     )
     # Options that are off have no arrays, so that their work is not even compiled.
-    if config.vocabulary_dropout:
+    if has_dropout:
         shares, nats = np.zeros(slot_shape, np.float32), np.zeros(slot_shape, np.float32)
         dropped = dataclasses.replace(arrays.sampling, dropout=shares, dropout_penalty=nats)
         arrays = dataclasses.replace(arrays, sampling=dropped)

@@ -13,7 +13,7 @@ from spell_jax.sampler.requests import Options
 from spell_jax.sampler.scheduler import ShardShape
 
 _SIZES = (  # fields that must be at least 1
-    *("max_tokens", "max_verdict_tokens", "max_prompt", "page_size", "kv_cache_tokens", "slots"),
+    *("max_tokens", "max_prompt", "page_size", "kv_cache_tokens", "slots"),
     *("samples_per_prompt_batch", "prefill_tokens", "decode_tokens", "speculative_ngram"),
 )
 _CHOICES = {
@@ -32,13 +32,7 @@ class SamplerConfig:
       top_p: nucleus mass, in (0, 1], applied after top_k (paper section 4.1: 0.95).
       top_k: number of most likely tokens to keep; 0 keeps all.
       min_p: least probability as a share of the most likely token's, in [0, 1], after top_p.
-      vocabulary_dropout: tempered vocabulary dropout of questions (arXiv 2604.03472; there the mask
-        is hard): probability, in [0, 1), that a token is disfavored in a whole question. Logprobs
-        are computed without dropout.
-      dropout_penalty: nats that the logit of such a token loses. Tokens of the format, which are
-        all but certain, stay.
-      max_tokens: maximum length S of a question or an answer, in tokens.
-      max_verdict_tokens: maximum length of a verdict, in tokens.
+      max_tokens: maximum length S of an answer, in tokens; a request may have a smaller one.
       max_prompt: maximum length P of a prompt, in tokens.
       page_size: tokens of a page, C. Prompts share whole pages only.
       kv_cache_tokens: capacity of the page pool in tokens, for prompts and answers together.
@@ -64,10 +58,7 @@ class SamplerConfig:
     top_p: float = 0.95
     top_k: int = 0
     min_p: float = 0.0
-    vocabulary_dropout: float = 0.0
-    dropout_penalty: float = 2.0
     max_tokens: int = 4096
-    max_verdict_tokens: int = 4096
     max_prompt: int = 18_000
     page_size: int = 128
     kv_cache_tokens: int = 1_048_576
@@ -84,38 +75,22 @@ class SamplerConfig:
     def __post_init__(self):
         check_least(self, "sampler.", **dict.fromkeys(_SIZES, 1), speculative_tokens=0)
         check_choice(self, "sampler.", **_CHOICES)
-        check_least(self, "sampler.", dropout_penalty=0)
-        if not 0 <= self.vocabulary_dropout < 1:
-            raise ValueError(
-                f"sampler.vocabulary_dropout = {self.vocabulary_dropout}: must be in [0, 1)"
-            )
         try:
             # Options checks the sampling parameters, so a request and a config have equal limits.
-            self.options(1)
+            self.options()
         except ValueError as error:
             raise ValueError(f"sampler.{error}") from error
 
     @property
-    def dropout(self) -> dict[str, float]:
-        """Fields of Options for a question with vocabulary dropout; empty without dropout."""
-        if not self.vocabulary_dropout:
-            return {}
-        return {"dropout": self.vocabulary_dropout, "dropout_penalty": self.dropout_penalty}
-
-    @property
-    def longest_answer(self) -> int:
-        """Maximum length of an answer in tokens, over all kinds of requests."""
-        return max(self.max_tokens, self.max_verdict_tokens)
-
-    @property
     def longest(self) -> int:
         """Maximum length of a prompt and its answer together, in tokens."""
-        return self.max_prompt + self.longest_answer
+        return self.max_prompt + self.max_tokens
 
-    def options(self, max_tokens: int, **overrides: Any) -> Options:
-        """Return the configured Options, for answers of at most `max_tokens` tokens."""
-        common = Options(self.temperature, self.top_p, self.top_k, self.min_p)
-        return dataclasses.replace(common, max_tokens=max_tokens, **overrides)
+    def options(self, max_tokens: int | None = None, **overrides: Any) -> Options:
+        """Return the configured Options; `max_tokens` and `overrides` replace fields of them."""
+        cap = self.max_tokens if max_tokens is None else max_tokens
+        common = Options(self.temperature, self.top_p, self.top_k, self.min_p, cap)
+        return dataclasses.replace(common, **overrides)
 
     def shape(self, mesh: jax.sharding.Mesh) -> ShardShape:
         """Return the sizes of one shard of the mesh's row axes. All devices have as many slots.
@@ -147,7 +122,7 @@ class SamplerConfig:
             lanes=tuple(sorted(lanes.items())),
             tasks=max(1, self.prefill_tokens // self.page_size // shards),
         )
-        longest = self.longest_answer
+        longest = self.max_tokens
         # Prompt and answer have no page in common, so each rounds up to whole pages.
         if shape.pages_of(self.max_prompt) + shape.pages_of(longest) > pages:
             raise ValueError(

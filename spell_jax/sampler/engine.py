@@ -47,18 +47,21 @@ class Sampler:
         mesh: jax.sharding.Mesh,
         stream: Callable[[], Stream] | None = None,
         record_experts: bool = False,
+        has_dropout: bool = False,
     ):
         """Build the jitted programs; nothing is compiled yet.
 
         Token ids `stop_ids` end an answer. Stop strings need `stream`, the constructor of a
         tokenizer's incremental decoder. With `record_experts`, for a mixture of experts, samples
-        have the experts that processed their tokens. ValueError if sizes do not fit.
+        have the experts that processed their tokens. With `has_dropout`, requests may have
+        vocabulary dropout (Options.dropout). ValueError if sizes do not fit.
         """
         self.policy = policy
         self.config = config
         self.mesh = mesh
         self.stop_ids = tuple(int(i) for i in stop_ids)
         self.stream = stream
+        self.has_dropout = has_dropout
         self.shards = meshes.row_shards(mesh)
         self.shape = config.shape(mesh)
         replicated, lanes = meshes.replicated(mesh), len(self.shape.lanes)
@@ -129,7 +132,7 @@ class Sampler:
             jnp.zeros((self.shards * shape.prompts, c.width), dtype),
             tuple(jnp.zeros((slots, c.width), dtype) for _ in shape.lanes),
             tuple(
-                jnp.zeros((slots, self.config.longest_answer), jnp.int32)
+                jnp.zeros((slots, self.config.max_tokens), jnp.int32)
                 for _ in self.shardings.answers
             ),
         )
@@ -163,8 +166,7 @@ class Sampler:
         a prompt is empty, or `group` or an option is out of range; FloatingPointError if the
         policy's logits are not finite.
         """
-        cap = self.config.max_tokens if max_tokens is None else max_tokens
-        options = self.config.options(cap, **overrides)
+        options = self.config.options(max_tokens, **overrides)
         return self.start_session(params).sample(prompts, group, key, options)
 
     def prompt_fits(self, prompt: Sequence[int]) -> bool:

@@ -20,7 +20,8 @@ class Options:
       top_k: number of most likely tokens to keep; 0 keeps all.
       min_p: least probability of a kept token, as a share of the most likely token's, in [0, 1].
       max_tokens: maximum length S of an answer, in tokens.
-      dropout: share of tokens that vocabulary dropout disfavors, if the sampler's config has it.
+      dropout: share of tokens that vocabulary dropout disfavors in a whole answer (arXiv
+        2604.03472), for a sampler with `has_dropout`. Logprobs are computed without dropout.
       dropout_penalty: nats that the logits of disfavored tokens lose.
       stop_strings: non-empty texts that end an answer. They need not align with token boundaries.
     """

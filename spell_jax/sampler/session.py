@@ -65,6 +65,7 @@ class CompiledSampler(Protocol):
     shape: ShardShape
     shards: int
     stream: Callable[[], Stream] | None
+    has_dropout: bool
     prefill: jax.stages.Wrapped
     decode: jax.stages.Wrapped
     init_state: jax.stages.Wrapped
@@ -97,7 +98,7 @@ class Session:
         """Queue a request and return its ticket, a number from 0.
 
         ValueError if the prompt or `max_tokens` is above its cap, if the request can never fit into
-        the pool, or if it has stop strings and the sampler has no tokenizer.
+        the pool, or if it has stop strings or dropout and the sampler lacks them.
         """
         sampler, ticket, options = self._sampler, self._tickets, request.options
         if not sampler.prompt_fits(request.prompt):
@@ -105,10 +106,14 @@ class Session:
                 f"request {ticket}: a prompt of {len(request.prompt)} tokens is over the cap of "
                 f"{sampler.config.max_prompt}"
             )
-        if options.max_tokens > sampler.config.longest_answer:
+        if options.max_tokens > sampler.config.max_tokens:
             raise ValueError(
                 f"request {ticket}: max_tokens = {options.max_tokens} is over the cap of "
-                f"{sampler.config.longest_answer}"
+                f"{sampler.config.max_tokens}"
+            )
+        if options.dropout and not sampler.has_dropout:
+            raise ValueError(
+                f"request {ticket}: dropout = {options.dropout}: needs a sampler with has_dropout"
             )
         if options.stop_strings and sampler.stream is None:
             raise ValueError(f"request {ticket}: stop strings need a sampler with a tokenizer")
@@ -182,7 +187,7 @@ class Session:
         active = sum(sequence.count < cap for shard in limits for sequence, cap in shard.items())
         has_queued = scheduler.has_queued(lane)
         most_idle = most_idle_passes(active) if has_queued else NO_LIMIT
-        slots = batching.slots(scheduler, lane, limits, most_idle, c)
+        slots = batching.slots(scheduler, lane, limits, most_idle, c, sampler.has_dropout)
         self._state, joined = self._call(meshes.DECODE_RULES, sampler.decode, slots, lane=lane)
         cells = np.count_nonzero(slots.prompt_visible[:, 0]) * slots.prompt_visible.shape[1]
         empty = cells - sum(map(len, limits))

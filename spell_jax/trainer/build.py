@@ -94,7 +94,8 @@ def make_run(config: RunConfig | Config) -> Run:
             # Its rows are targets to imitate, with advantage 1: the loss's defaults.
             models[name] = _make_model(config, model, folder, model.optimizer, LossConfig(), mesh)
     samplers = {
-        name: _make_text_sampler(model, config.sampler, mesh) for name, model in models.items()
+        name: _make_text_sampler(model, config.sampler, mesh, config.algorithm.has_dropout)
+        for name, model in models.items()
     }
     worker = RolloutWorker(samplers.pop("policy"), jax.random.key(config.seed), samplers)
     return Run(config, models, worker, algorithm, evaluation)
@@ -171,11 +172,19 @@ def _make_model(
     return Model(policy, tokenizer, folder, learner)
 
 
-def _make_text_sampler(model: Model, config: SamplerConfig, mesh: jax.sharding.Mesh) -> TextSampler:
+def _make_text_sampler(
+    model: Model, config: SamplerConfig, mesh: jax.sharding.Mesh, has_dropout: bool
+) -> TextSampler:
     tokenizer = model.tokenizer
     record_experts = model.learner.loss.routing == "sampled"
     sampler = Sampler(
-        model.policy, config, tokenizer.stop_ids, mesh, tokenizer.stream, record_experts
+        model.policy,
+        config,
+        tokenizer.stop_ids,
+        mesh,
+        tokenizer.stream,
+        record_experts,
+        has_dropout,
     )
     return TextSampler(sampler, tokenizer)
 
@@ -183,5 +192,5 @@ def _make_text_sampler(model: Model, config: SamplerConfig, mesh: jax.sharding.M
 def _make_judge(algorithm: AlgorithmConfig, prompts: prompt_sets.Prompts) -> JudgeFunction | None:
     if "judge" not in algorithm.rule:
         return None
-    source = {"url": algorithm.judge_url, "model": algorithm.judge_model}
-    return make_judge(prompts, algorithm.judge_template, **source).judge
+    url, model = algorithm.judge_url, algorithm.judge_model
+    return make_judge(prompts, algorithm.judge_template, url=url, model=model).judge

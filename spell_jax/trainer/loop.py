@@ -46,7 +46,11 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
     paths.make_workdir(workdir)
     with workdir_lock.locked(workdir):
         save_best = functools.partial(state.save_model, run, "policy")
-        log_options = {"episodes": run.config.episode_characters, "timer": run.timer}
+        log_options = {
+            "episodes": run.config.episode_characters,
+            "timer": run.timer,
+            "hints": run.config.algorithm.hints,
+        }
         with RunFiles(run.config, to_dict(run.config), workdir, save_best, **log_options) as files:
             states = _train(run, files)
         held_out.finish(run, states, workdir)

@@ -36,6 +36,18 @@ class Call:
     group: int = 1
     model: str = "policy"
     temperature: float | None = None
+    options: tuple[tuple[str, Any], ...] = ()  # other fields of Options
+
+
+def _make_call(
+    role: str,
+    prompts: Sequence[str],
+    group: int = 1,
+    model: str = "policy",
+    temperature: float | None = None,
+    **options: Any,
+) -> Call:
+    return Call(role, prompts, group, model, temperature, tuple(options.items()))
 
 
 class PendingCall:
@@ -63,7 +75,7 @@ class ScriptedModels:
         self.calls: list[Call] = []
 
     def __call__(self, *arguments: Any, **options: Any) -> Replies:
-        call = Call(*arguments, **options)
+        call = _make_call(*arguments, **options)
         call = dataclasses.replace(call, prompts=tuple(call.prompts))
         self.calls.append(call)
         replies = Replies(len(call.prompts))
@@ -86,11 +98,11 @@ class ScriptedModels:
             kinds: dict[tuple, list[PendingCall]] = {}
             for request in pending.values():
                 call = request.call
-                kind = call.role, call.group, call.model, call.temperature
+                kind = call.role, call.group, call.model, call.temperature, call.options
                 kinds.setdefault(kind, []).append(request)
-            for (role, group, model, temperature), alike in kinds.items():
+            for (role, group, model, temperature, options), alike in kinds.items():
                 prompts = [prompt for request in alike for prompt in request.call.prompts]
-                replies = self(role, prompts, group, model, temperature)
+                replies = self(role, prompts, group, model, temperature, **dict(options))
                 pairs = iter(zip(replies, replies.dropped, strict=True))
                 for request in alike:
                     request.replies = Replies(len(request.call.prompts))
@@ -100,7 +112,7 @@ class ScriptedModels:
         return [results[i] for i in range(len(items))]
 
     async def _ask(self, *arguments: Any, **options: Any) -> Replies:
-        call = Call(*arguments, **options)
+        call = _make_call(*arguments, **options)
         return await PendingCall(call) if call.prompts else Replies()
 
     def _reply(

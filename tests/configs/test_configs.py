@@ -327,7 +327,7 @@ def test_demonstrations_fit_the_demos_token_caps():
         if row.role == "reciter":
             continue  # no role of the algorithm
         if row.role == "verifier":
-            cap = config.sampler.max_verdict_tokens
+            cap = config.algorithm.max_verdict_tokens
         assert tokenizer.count(row.completion) + 1 <= cap, row
         assert len(tokenizer.chat(row.prompt)) <= config.sampler.max_prompt
 
@@ -351,8 +351,13 @@ def test_demonstrations_fit_the_demos_token_caps():
         ),
         (
             "tiny",
-            {"sampler.vocabulary_dropout": 0.1, "loss.support": "sampled"},
-            r"sampler\.vocabulary_dropout = 0\.1: must be 0 for loss\.support = 'sampled'",
+            {"algorithm.vocabulary_dropout": 0.1, "loss.support": "sampled"},
+            r"algorithm\.vocabulary_dropout = 0\.1: must be 0 for loss\.support = 'sampled'",
+        ),
+        (
+            "tiny",
+            {"algorithm.max_verdict_tokens": 49},
+            r"algorithm\.max_verdict_tokens = 49: must not be above sampler\.max_tokens = 48",
         ),
         (
             "longpo",

@@ -70,7 +70,7 @@ def test_every_value_of_the_text_has_its_place_in_the_paper() -> None:
 def test_values_that_text_and_code_share_are_section_4_1s(model: str) -> None:
     for config in (paper.get_config(model), paper_code.get_config(model)):
         assert (config.sampler.temperature, config.sampler.top_p) == (0.7, 0.95)
-        assert config.sampler.max_tokens == config.sampler.max_verdict_tokens == 4096
+        assert config.sampler.max_tokens == 4096 and config.algorithm.max_verdict_tokens == 0
         algorithm = config.algorithm
         assert (algorithm.group_size, algorithm.verifier_group_size) == (8, 8)
         assert (algorithm.questions, algorithm.memory, algorithm.documents) == (128, 3, (5,))

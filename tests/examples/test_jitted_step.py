@@ -138,8 +138,9 @@ class SampledModels:
         group: int = 1,
         model: str = "policy",
         temperature: float | None = None,
+        **options: Any,
     ) -> Replies:
-        del model, temperature  # the rollout has samples of one policy at temperature 1
+        del model, temperature, options  # the rollout has samples of one policy at temperature 1
         replies = Replies(len(prompts))
         for place, text in enumerate(prompts):
             ids = np.array(self._c.tokenizer.chat(text), np.int32)

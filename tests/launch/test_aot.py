@@ -39,7 +39,6 @@ def small_config(**overrides: Any) -> Any:
     config.policy.compute_dtype = "float32"
     config.algorithm.group_size = GROUP
     config.sampler.max_tokens = ANSWER
-    config.sampler.max_verdict_tokens = ANSWER
     config.sampler.page_size = 8
     config.sampler.kv_cache_tokens = 8 * 64
     config.sampler.slots = 8 * GROUP

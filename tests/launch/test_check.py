@@ -238,7 +238,11 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"mesh": None}, "", r"mesh = None: must be a section, or a tuple \(data, "),
     ({"algorithm": None}, "", r"algorithm: is missing, or no section; a config of spell_jax.train"),
     (
-        {"sampler.max_verdict_tokens": 1000},
+        {
+            "sampler.max_tokens": 1000,
+            "packing.buckets": ((1128, 1000),),
+            "packing.token_budget": 1128,
+        },
         "",
         r"sampler: the longest prompt and answer have 1128 tokens together, must be at most",
     ),

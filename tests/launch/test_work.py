@@ -20,7 +20,7 @@ DENSE = PolicyConfig(512, 128, 3, 8, 4, 32, 384, tied_embeddings=False, max_posi
 EXPERTS = dataclasses.replace(DENSE, feed_forward=96, experts=8, experts_per_token=2)
 SIZES = {
     **{"sampler.slots": 32, "sampler.samples_per_prompt_batch": 4},
-    **{"sampler.max_tokens": 16, "sampler.max_verdict_tokens": 16, "sampler.page_size": 32},
+    **{"sampler.max_tokens": 16, "sampler.page_size": 32},
     **{"sampler.kv_cache_tokens": 32 * 64, "sampler.prefill_tokens": 32 * 8},
     **{"packing.token_budget": 512, "packing.buckets": ((128, 64),)},
 }

@@ -71,7 +71,6 @@ def test_sixty_four_greedy_tokens_equal_transformers(family: str, load_family) -
     settings = SamplerConfig(
         0.0,
         max_tokens=64,
-        max_verdict_tokens=64,
         max_prompt=32,
         page_size=16,
         kv_cache_tokens=512,

@@ -169,7 +169,6 @@ def test_sampler_applies_the_adapters() -> None:
     config = SamplerConfig(
         0.0,
         max_tokens=8,
-        max_verdict_tokens=8,
         max_prompt=24,
         page_size=8,
         kv_cache_tokens=256,

@@ -403,7 +403,6 @@ def _sample(mesh: tuple[tuple[str, int], ...]):
         0.7,
         0.9,
         max_tokens=10,
-        max_verdict_tokens=10,
         max_prompt=16,
         page_size=4,
         kv_cache_tokens=2048,

@@ -30,7 +30,6 @@ def run() -> list[Any]:
     mesh = meshes.make_mesh(MESH, jax.devices()[:DEVICES])
     config = SamplerConfig(
         max_tokens=12,
-        max_verdict_tokens=4,
         max_prompt=16,
         page_size=4,
         kv_cache_tokens=512,
@@ -55,7 +54,7 @@ def run() -> list[Any]:
     async def ask_models(ask, text: str) -> None:
         first = await ask("responder", [text], 2)
         second = await ask("responder", ["x" + text[::-1]], model="reference_reader")
-        third = await ask("verifier", [text, text[:3]], 3)
+        third = await ask("verifier", [text, text[:3]], 3, max_tokens=4)
         replies_by_coroutine.append(
             [text, *(reply and list(reply.texts) for reply in (*first, *second, *third))]
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,7 +58,7 @@ class FakeSession:
 class FakeSampler:
     """Sampler that records its requests; prompts of more than five tokens are over its cap."""
 
-    config = SamplerConfig(max_tokens=9, max_verdict_tokens=2)
+    config = SamplerConfig(max_tokens=9)
     never_stops = False  # whether the cap cuts every answer off
 
     def __init__(self):
@@ -151,23 +150,13 @@ def test_replies_keep_the_order_of_prompts(worker):
     assert [reply and len(reply.prompt) for reply in replies] == [5, None, 3, 4, 2]
 
 
-def test_verdicts_have_their_own_token_cap(worker):
+def test_calls_have_options_of_their_own(worker):
     ask, sampler = worker
-    ask("verifier", ["a"])
+    ask("verifier", ["a"], max_tokens=2)
     ask("responder", ["a"], model="reference_reader", temperature=0.0)
     (_, verdict), (params, answer) = sampler.asked
     assert verdict.options.max_tokens == 2 and verdict.options.temperature == 0.7
     assert params == "frozen" and answer.options.temperature == 0.0
-
-
-def test_only_questions_have_vocabulary_dropout(worker, monkeypatch):
-    ask, sampler = worker
-    config = dataclasses.replace(sampler.config, vocabulary_dropout=0.3, dropout_penalty=1.5)
-    monkeypatch.setattr(sampler, "config", config)
-    for role in ("questioner", "responder", "verifier"):
-        ask(role, ["a"])
-    options = [request.options for _, request in sampler.asked]
-    assert [(o.dropout, o.dropout_penalty) for o in options] == [(0.3, 1.5), (0, 0), (0, 0)]
 
 
 def test_coroutine_resumes_as_soon_as_its_own_call_finishes(worker):

@@ -36,7 +36,6 @@ POLICY = PolicyConfig(
 )
 CONFIG = SamplerConfig(
     max_tokens=2,
-    max_verdict_tokens=2,
     max_prompt=16,
     page_size=4,
     kv_cache_tokens=16_384,

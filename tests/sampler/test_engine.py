@@ -30,7 +30,6 @@ CONFIG = SamplerConfig(
     temperature=0.7,
     top_p=0.9,
     max_tokens=10,
-    max_verdict_tokens=10,
     max_prompt=16,
     page_size=4,
     kv_cache_tokens=512,

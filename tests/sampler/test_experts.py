@@ -38,7 +38,6 @@ CONFIG = SamplerConfig(
     temperature=1.0,
     top_p=0.9,
     max_tokens=10,
-    max_verdict_tokens=10,
     max_prompt=32,
     page_size=4,
     kv_cache_tokens=2048,

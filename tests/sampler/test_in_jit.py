@@ -16,7 +16,6 @@ from tests import tiny
 STOPS, K, S, P = (7, 11, 23), 3, 10, 16
 CONFIG = SamplerConfig(
     max_tokens=S,
-    max_verdict_tokens=S,
     max_prompt=P,
     page_size=4,
     kv_cache_tokens=512,

@@ -21,7 +21,6 @@ WHOLE = SamplerConfig(
     temperature=1.0,
     top_p=1.0,
     max_tokens=16,
-    max_verdict_tokens=1,
     max_prompt=24,
     page_size=8,
     kv_cache_tokens=2048,

@@ -92,7 +92,6 @@ def _sampled(
         temperature=temperature,
         **({"top_p": 0.9} | filters),
         max_tokens=ANSWER,
-        max_verdict_tokens=ANSWER,
         max_prompt=max(lengths),
         page_size=block,
         kv_cache_tokens=2 * sum(lengths),

@@ -21,7 +21,6 @@ from tests import tiny
 
 CONFIG = SamplerConfig(
     max_tokens=12,
-    max_verdict_tokens=12,
     max_prompt=32,
     page_size=4,
     kv_cache_tokens=1024,
@@ -59,9 +58,9 @@ class Letters:
 
 
 @functools.cache
-def _sampler(config: SamplerConfig = CONFIG) -> Sampler:
+def _sampler(config: SamplerConfig = CONFIG, has_dropout: bool = False) -> Sampler:
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
-    return Sampler(tiny.POLICY, config, (), mesh, Letters().stream)
+    return Sampler(tiny.POLICY, config, (), mesh, Letters().stream, has_dropout=has_dropout)
 
 
 def _requests(groups=(4, 1, 3, 6)) -> list[SampleRequest]:
@@ -118,12 +117,13 @@ def test_each_request_is_sampled_with_its_own_options() -> None:
 
 def test_vocabulary_dropout_leaves_other_requests_alone() -> None:
     """Requests without it are as without the sampler's option, and logprobs are the policy's."""
-    config = dataclasses.replace(CONFIG, vocabulary_dropout=0.5, dropout_penalty=20.0)
     requests = _requests()
     options = dataclasses.replace(OPTIONS[0], dropout=0.5, dropout_penalty=20.0)
     changed_request = dataclasses.replace(requests[0], options=options)
+    with pytest.raises(ValueError, match=r"request 0: dropout = 0\.5: needs a sampler with"):
+        _sampler().start_session(tiny.weights()).submit(changed_request)
     groups = _answer(
-        _sampler(config).start_session(tiny.weights()), [changed_request, *requests[1:]]
+        _sampler(has_dropout=True).start_session(tiny.weights()), [changed_request, *requests[1:]]
     )
     for request, samples in zip(requests[1:], groups[1:], strict=True):
         for sample, expected_sample in zip(samples, _alone(request), strict=True):
@@ -140,12 +140,6 @@ def test_vocabulary_dropout_leaves_other_requests_alone() -> None:
     behind = np.arange(12) + len(PROMPTS[0])
     logprobs = jax.nn.log_softmax(logits, axis=-1)[behind - 1, groups[0][0].tokens]
     np.testing.assert_allclose(groups[0][0].logprobs, logprobs, atol=1e-4)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
-def test_vocabulary_dropout_out_of_range_is_rejected(share) -> None:
-    with pytest.raises(ValueError, match=r"sampler\.vocabulary_dropout = .*: must be in \[0, 1\)"):
-        SamplerConfig(vocabulary_dropout=share)
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ PLAIN = SamplerConfig(
     temperature=0.3,
     top_p=0.9,
     max_tokens=40,
-    max_verdict_tokens=1,
     max_prompt=24,
     page_size=8,
     kv_cache_tokens=4096,

@@ -77,7 +77,6 @@ def test_greedy_answers_equal_transformers(family: str, page_size: int, model) -
     longest_prompt, longest = (max(column) for column in zip(*LENGTHS, strict=True))
     sizes = SamplerConfig(
         max_tokens=longest,
-        max_verdict_tokens=longest,
         max_prompt=longest_prompt,
         page_size=page_size,
         kv_cache_tokens=8 * 128,

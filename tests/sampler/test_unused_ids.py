@@ -40,7 +40,6 @@ ABSENT = np.isin(np.arange(64), [*range(20, 23), *range(51, 64)])
 PLAIN = SamplerConfig(
     temperature=1.0,
     max_tokens=100,
-    max_verdict_tokens=1,
     max_prompt=24,
     page_size=8,
     kv_cache_tokens=8 * 2048,

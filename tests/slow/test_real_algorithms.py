@@ -169,10 +169,11 @@ def config_of(config: ConfigDict, policy: pathlib.Path, **changes: Any) -> Confi
         "sampler.prefill_tokens": CAP,
         "sampler.decode_tokens": 8,
         "sampler.max_tokens": MOST_TOKENS,
-        "sampler.max_verdict_tokens": MOST_VERDICT_TOKENS,
         "packing.buckets": ((CAP + 64, 64),),
         "packing.token_budget": CAP + 64,
     }
+    if "max_verdict_tokens" in config.algorithm:
+        settings["algorithm.max_verdict_tokens"] = MOST_VERDICT_TOKENS
     return noise.with_fields(config, settings | changes)
 
 

@@ -112,7 +112,7 @@ def config_of(policy: pathlib.Path, documents: pathlib.Path, **changes):
         "sampler.prefill_tokens": 2048,
         "sampler.decode_tokens": 8,
         "sampler.max_tokens": 6,
-        "sampler.max_verdict_tokens": 3,
+        "algorithm.max_verdict_tokens": 3,
         "packing.buckets": ((1664, 64),),
         "packing.token_budget": 3328,
     }

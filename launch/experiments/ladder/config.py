@@ -46,7 +46,7 @@ STABILIZERS: Mapping[str, Mapping[str, Any]] = {
         "algorithm.questioner_normalization": "cluster",
     },
     "progress": {"algorithm.mapping": "progress"},
-    "dropout": {"sampler.vocabulary_dropout": 0.1},
+    "dropout": {"algorithm.vocabulary_dropout": 0.1},
 }
 # Steps of about equal totals of sampled tokens: with a trained questioner, which asks for longer
 # answers; with a frozen one; with given questions, which no frozen reader answers.
@@ -85,6 +85,7 @@ def get_config(arm: str = "full") -> Config:
     # All roles read all documents: what is hard about a question is its depth.
     algorithm.update(documents=(9,), unread_documents=0, grounding_samples=0)
     # The prompt shows solved questions: one more relation in front of one is one more hop.
+    algorithm.max_verdict_tokens = 4
     algorithm.update(memory=2, memory_solved=True, reference_source="frozen_reader")
     # Without a cue, each full run came to ask mostly for one relation, and learned that alone.
     algorithm.cues = world.CUES

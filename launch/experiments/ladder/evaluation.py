@@ -106,7 +106,12 @@ class LadderEvaluation:
             rows.append(
                 verifier_row(self.prompts, rng, world.sample_question(rng, documents, depth))
             )
-        replies = ask("verifier", [row.prompt for row in rows], temperature=0.0)
+        replies = ask(
+            "verifier",
+            [row.prompt for row in rows],
+            temperature=0.0,
+            **self.algorithm.verdict_options,
+        )
         votes = [-1 if r is None else parsing.parse_verdict(r.texts[0]) for r in replies]
         return [
             vote == parsing.parse_verdict(row.completion)
@@ -130,7 +135,7 @@ class LadderEvaluation:
                 texts.append(self.prompts.questioner(TASK, documents, history, cue=cue))
         cells = []
         for (row, known_depth, documents), reply in zip(
-            cases, ask("questioner", texts), strict=True
+            cases, ask("questioner", texts, **self.algorithm.question_options), strict=True
         ):
             text = "" if reply is None else reply.texts[0]
             parsed = self.algorithm.parse_question(text, TASK, self.count_tokens)

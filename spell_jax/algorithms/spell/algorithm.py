@@ -201,7 +201,10 @@ class Spell:
         if not episode.questioner_prompt:
             return episode
         (reply,) = replies = await ask(
-            "questioner", [episode.questioner_prompt], temperature=self.writing_temperature
+            "questioner",
+            [episode.questioner_prompt],
+            temperature=self.writing_temperature,
+            **c.question_options,
         )
         if reply is None:
             return episode.without_reply("questioner", replies)
@@ -314,7 +317,8 @@ class Spell:
             # The extracted answer, as in the public code, instead of the response of Algorithm 1
             # (line 17): prompts stay short. Only external judges read the words of a number.
             texts = [self.prompts.verifier(e.question, p, e.reference) for _, p in numbered]
-            replies = await ask("verifier", texts, self.config.verifier_group_size)
+            votes_per_answer, options = self.config.verifier_group_size, self.config.verdict_options
+            replies = await ask("verifier", texts, votes_per_answer, **options)
             for (i, _), reply in zip(numbered, replies, strict=True):
                 judged[i] = reply
                 votes[i] = tuple(map(parsing.parse_verdict, reply.scored_texts if reply else ()))

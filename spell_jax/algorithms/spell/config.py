@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from spell_jax.algorithms.config import AlgorithmConfig, RolloutBudget
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.runtime.config import check_choice, check_least
+from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import evidence, parsing, rewards, selection
 
 CONFIRMED = "confirmed"
@@ -34,6 +37,12 @@ class SpellConfig(AlgorithmConfig):
       max_generations: most rounds of a step. After them the update uses the questions there are.
       group_size: G, answers to a question.
       verifier_group_size: G_v, votes on an answer.
+      max_verdict_tokens: most tokens of a vote; 0: sampler.max_tokens.
+      vocabulary_dropout: tempered vocabulary dropout of questions (arXiv 2604.03472; there the mask
+        is hard): probability, in [0, 1), that a token is disfavored in a whole question. Logprobs
+        are computed without dropout.
+      dropout_penalty: nats that the logit of such a token loses. Tokens of the format, which are
+        all but certain, stay.
       documents: m, number of new documents for the questioner, sampled from these numbers.
       unread_documents: documents that a first question leaves unread at least (the paper's m < n);
         a cluster without more is refused ("too_small"). 0: it may read all (the paper's code).
@@ -100,6 +109,9 @@ class SpellConfig(AlgorithmConfig):
     max_generations: int = 10
     group_size: int = 8
     verifier_group_size: int = 8
+    max_verdict_tokens: int = 0
+    vocabulary_dropout: float = 0.0
+    dropout_penalty: float = 2.0
     documents: tuple[int, ...] = (5,)
     unread_documents: int = 1
     memory: int = 3
@@ -160,6 +172,11 @@ class SpellConfig(AlgorithmConfig):
         check_least(self, "algorithm.", grounding_samples=0, grounding_threshold=1)
         check_least(self, "algorithm.", reader_samples=2, reader_refresh=0, unread_documents=0)
         check_least(self, "algorithm.", memory=0, max_answer_tokens=1, sigma=1e-6, negatives=0)
+        check_least(self, "algorithm.", max_verdict_tokens=0, dropout_penalty=0)
+        if not 0 <= self.vocabulary_dropout < 1:
+            raise ValueError(
+                f"algorithm.vocabulary_dropout = {self.vocabulary_dropout}: must be in [0, 1)"
+            )
         if self.generation_batch % self.questions_per_cluster:
             raise ValueError(
                 f"algorithm.generation_batch = {self.generation_batch}: must be a multiple of "
@@ -176,6 +193,44 @@ class SpellConfig(AlgorithmConfig):
             raise ValueError(
                 f"algorithm.grounding_threshold = {self.grounding_threshold}: must not be above "
                 f"algorithm.grounding_samples = {self.grounding_samples}"
+            )
+
+    @property
+    def hints(self) -> dict[str, str]:
+        causes = {
+            "bad_format": "the policy does not write the questioner's format; warm-start it",
+            "declined": "references are over algorithm.max_answer_tokens, or nothing is asked",
+            "ungrounded": "questions are answered without documents (algorithm.grounding_samples)",
+            "too_small": "clusters have too few documents (algorithm.unread_documents)",
+        }
+        return {f"rollout/{status}": cause for status, cause in causes.items()} | super().hints
+
+    @property
+    def question_options(self) -> dict[str, Any]:
+        """Fields of Options of the questioner's calls that differ from the sampler's config."""
+        if not self.has_dropout:
+            return {}
+        return {"dropout": self.vocabulary_dropout, "dropout_penalty": self.dropout_penalty}
+
+    @property
+    def verdict_options(self) -> dict[str, Any]:
+        """Fields of Options of the verifier's calls that differ from the sampler's config."""
+        return {"max_tokens": self.max_verdict_tokens} if self.max_verdict_tokens else {}
+
+    @property
+    def has_dropout(self) -> bool:
+        return self.vocabulary_dropout > 0
+
+    def conflicts(self, sampler: SamplerConfig, loss: LossConfig) -> Iterator[str]:
+        if self.max_verdict_tokens > sampler.max_tokens:
+            yield (
+                f"algorithm.max_verdict_tokens = {self.max_verdict_tokens}: must not be above "
+                f"sampler.max_tokens = {sampler.max_tokens}"
+            )
+        if self.has_dropout and loss.support == "sampled":
+            yield (
+                f"algorithm.vocabulary_dropout = {self.vocabulary_dropout}: must be 0 for "
+                "loss.support = 'sampled', because what the filters kept is not known without it"
             )
 
     def as_read(self, documents: Sequence[str]) -> Sequence[str]:
@@ -251,6 +306,10 @@ class SpellConfig(AlgorithmConfig):
             if self.balance_verdicts:
                 verdict_groups -= verdict_groups % 2
             trained = min(verdict_groups, 2 * max_questions * answers) * self.train_verifier
-            verdicts = RolloutBudget("verdicts", "verifier", batch * answers, size, trained)
-            budgets.append(dataclasses.replace(verdicts, cap="max_verdict_tokens"))
+            budgets.append(
+                RolloutBudget(
+                    *("verdicts", "verifier", batch * answers, size, trained),
+                    max_tokens=self.max_verdict_tokens,
+                )
+            )
         return budgets

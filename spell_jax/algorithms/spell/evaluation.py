@@ -141,7 +141,8 @@ class TinyEvaluation:
             demonstrations.verifier_row(self.prompts, rng, len(world.CITIES))
             for _ in range(2 * self.sizes.per_cell)
         ]
-        replies = ask("verifier", [row.prompt for row, _ in rows], temperature=0.0)
+        prompts, options = [row.prompt for row, _ in rows], self.algorithm.verdict_options
+        replies = ask("verifier", prompts, temperature=0.0, **options)
         cells = []
         for (row, pair), reply in zip(rows, replies, strict=True):
             vote = -1 if reply is None else parsing.parse_verdict(reply.texts[0])
@@ -160,7 +161,7 @@ class TinyEvaluation:
                     cases.append((row, task, documents))
                     texts.append(text)
         # Sampled at sampler.temperature, as training samples questions.
-        replies = ask("questioner", texts)
+        replies = ask("questioner", texts, **self.algorithm.question_options)
         outcomes = by_row(
             (row, self._measure_question("" if reply is None else reply.texts[0], task, documents))
             for (row, task, documents), reply in zip(cases, replies, strict=True)

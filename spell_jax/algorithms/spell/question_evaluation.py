@@ -57,7 +57,7 @@ class QuestionEvaluation(HeldOutQuestions):
             for answer in answers[:1]
         ]
         prompts = [self.prompts.verifier(*texts) for _, *texts in pairs]
-        replies = ask("verifier", prompts, temperature=0.0)
+        replies = ask("verifier", prompts, temperature=0.0, **self.algorithm.verdict_options)
         cells = []
         for (kind, *_), reply in zip(pairs, replies, strict=True):
             vote = -1 if reply is None else parsing.parse_verdict(reply.texts[0])
@@ -77,7 +77,8 @@ class QuestionEvaluation(HeldOutQuestions):
             shown = documents[: max(c.documents)]
             prompts.append(self.prompts.questioner(task, shown, (), letter))
         cells = []
-        for (task, _), reply in zip(cases, ask("questioner", prompts), strict=True):
+        replies = ask("questioner", prompts, **c.question_options)
+        for (task, _), reply in zip(cases, replies, strict=True):
             text = "" if reply is None else reply.texts[0]
             parsed = c.parse_question(text, task, self.count_tokens)
             cells.append((task, {"accepted": parsed.status == "accepted"}))

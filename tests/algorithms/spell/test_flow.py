@@ -60,6 +60,13 @@ def test_each_role_sees_the_right_documents():
     assert not any("text" in text for text in verifier.prompts)  # no documents
 
 
+def test_questions_and_verdicts_have_options_of_their_own():
+    rollout = Rollout(max_verdict_tokens=2, vocabulary_dropout=0.3, dropout_penalty=1.5)
+    options = {call.role: dict(call.options) for call in rollout.ask.calls}
+    assert options["questioner"] == {"dropout": 0.3, "dropout_penalty": 1.5}
+    assert options["verifier"] == {"max_tokens": 2} and options["responder"] == {}
+
+
 @pytest.mark.parametrize(
     ("cluster", "unread", "shown"), [(5, 1, 4), (2, 1, 1), (1, 1, 0), (7, 1, 5), (5, 0, 5)]
 )
