@@ -12,6 +12,9 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
+from launch import aot
+from launch.work import ProgramCounts
+from spell_jax.config import default_config
 from spell_jax.data.samples import Sample
 from spell_jax.learner import advantages, packing
 from spell_jax.learner.learner import Learner
@@ -109,6 +112,14 @@ class SamplerBenchmark(PolicyBenchmark):
             **sizes,
         )
         return Sampler(self.model, config, (), mesh)
+
+    def program_counts(self, prompt: int) -> ProgramCounts:
+        """Count the policy's programs on one device, with prompts of `prompt` tokens."""
+        config = default_config("spell")  # its sizes do not matter: counts are per token
+        config.sampler.max_tokens = 1
+        config.policy.compute_dtype = np.dtype(self.dtype).name
+        mesh = meshes.make_mesh(devices=jax.devices()[:1])
+        return ProgramCounts(aot.RunPrograms(config, self.model, mesh, prompt))
 
 
 def random_params(

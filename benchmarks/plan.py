@@ -18,13 +18,10 @@ from benchmarks.base import (
     random_groups,
     random_params,
 )
-from launch import aot
 from launch.step_time import Machine, Shares, tree_pairs
 from launch.topologies import Peaks
 from launch.work import ProgramCounts, Work
-from spell_jax.config import default_config
 from spell_jax.learner import packing, trees
-from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import batching
 from spell_jax.sampler.requests import Options, SampleRequest
 from spell_jax.sampler.scheduler import Scheduler
@@ -121,17 +118,11 @@ class PlanBenchmark(BenchmarkCommand):
         prefill = shape.prompts * shape.prompt
         bench = SamplerBenchmark(self.policy, **sizes, group=_GROUP, prefill=prefill)
         peaks = self._peaks(bench)
-        counts = self._counts(bench, shape.prompt)
+        counts = bench.program_counts(shape.prompt)
         count = {"prefill": _prefill, "decode": _decode, "update": _update}[shape.phase]
         work, call = count(bench, shape, counts)
         call()  # compiles
         return Measurement(bench, peaks, work, best_seconds(call, self.repeats))
-
-    def _counts(self, bench: SamplerBenchmark, prompt: int) -> ProgramCounts:
-        config = default_config("spell")  # its sizes do not matter: counts are per token
-        config.sampler.update(max_tokens=1, max_verdict_tokens=1)
-        config.policy.compute_dtype = np.dtype(bench.dtype).name
-        return ProgramCounts(aot.RunPrograms(config, bench.model, meshes.make_mesh(), prompt))
 
     def _peaks(self, bench: SamplerBenchmark) -> Peaks:
         width, wide = bench.model.width, bench.model.feed_forward

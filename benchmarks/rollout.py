@@ -32,7 +32,6 @@ from spell_jax.data.samples import Sample
 from spell_jax.learner import packing
 from spell_jax.learner.learner import Learner
 from spell_jax.policy import weights
-from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.answers import SlotTokens
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import request_keys
@@ -95,9 +94,7 @@ class SampleSpeed(SamplerBenchmark):
         if self.transformers:
             line |= self._measure("transformers", self._generate(params, shared))
         # The ratio if seconds shrank as operations (prefill) and bytes (decoding) shrink.
-        counts = work.ProgramCounts(
-            self.model, meshes.make_mesh(devices=jax.devices()[:1]), itemsize
-        )
+        counts = self.program_counts(self.prompt)
         operations, read = self._work(counts, self.questions // self.about)
         repeated_operations, repeated_read = self._work(counts, 0)
         prefill_s = line["repeated_prefill_s"]
