@@ -18,9 +18,7 @@ from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
 from tests import noise
 
-SAMPLING = SamplerConfig(
-    max_tokens=256, max_verdict_tokens=128, max_prompt=2048, kv_cache_tokens=2**16, slots=32
-)
+SAMPLING = SamplerConfig(max_tokens=256, max_prompt=2048, kv_cache_tokens=2**16, slots=32)
 WORK = Workload(prompt=2048, tokens=32, verdict_tokens=4)
 FIELDS: dict[str, dict[str, Any]] = {name: {} for name in registry.ALGORITHMS}
 FIELDS["reconstruction"] = {"algorithm.documents": 8}

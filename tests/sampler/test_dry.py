@@ -19,7 +19,6 @@ from tests import tiny
 
 SAMPLING = SamplerConfig(
     max_tokens=12,
-    max_verdict_tokens=4,
     max_prompt=256,
     page_size=16,
     kv_cache_tokens=16 * 64,

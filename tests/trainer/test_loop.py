@@ -18,6 +18,7 @@ from spell_jax.learner import packing
 from spell_jax.learner.non_finite import NonFinite
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
+from spell_jax.rollout import repliers
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.episodes import read_episodes
@@ -481,8 +482,11 @@ def test_judge_needs_a_url_and_a_model(rule, policy, monkeypatch):
     with pytest.raises(ValueError, match=r"algorithm\.judge_model = ''"):
         loop.make_run(noise.small_config(policy, **judge))
     monkeypatch.setenv("SPELL_JUDGE_KEY", "secret")
-    run = loop.make_run(noise.small_config(policy, **judge, **{"algorithm.judge_model": "m"}))
-    assert run.algorithm._judge.__self__._ask.config.api_key == "secret"
+    endpoints = []
+    monkeypatch.setattr(repliers, "Endpoint", lambda config: endpoints.append(config))
+    loop.make_run(noise.small_config(policy, **judge, **{"algorithm.judge_model": "m"}))
+    (config,) = endpoints
+    assert (config.api_key, config.model) == ("secret", "m")
     assert "secret" not in str(run.config)
 
 
