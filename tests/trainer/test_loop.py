@@ -484,7 +484,7 @@ def test_judge_needs_a_url_and_a_model(rule, policy, monkeypatch):
     monkeypatch.setenv("SPELL_JUDGE_KEY", "secret")
     endpoints = []
     monkeypatch.setattr(repliers, "Endpoint", lambda config: endpoints.append(config))
-    loop.make_run(noise.small_config(policy, **judge, **{"algorithm.judge_model": "m"}))
+    run = loop.make_run(noise.small_config(policy, **judge, **{"algorithm.judge_model": "m"}))
     (config,) = endpoints
     assert (config.api_key, config.model) == ("secret", "m")
     assert "secret" not in str(run.config)
