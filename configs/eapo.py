@@ -6,7 +6,7 @@
         --config.algorithm.rule=judge --config.algorithm.judge_template=grades \
         --config.algorithm.judge_url=URL --config.algorithm.judge_model=NAME
 
-QUESTIONS.jsonl has lines {"task", "documents", "question", "answer"}; data_pipeline.long_questions
+QUESTIONS.jsonl has lines {"task", "documents", "question", "answer"}; question_sets/padded.py
 makes them from multi-hop rows and from tables (docs/data.md). The folders are local copies of the
 models of Hugging Face, by default below models/; the reward model of all policies is
 Qwen3-30B-A3B-Thinking-2507. In the paper an LLM judges the outcome (R_a, section 3.2), as the last

@@ -1,7 +1,7 @@
 """SPELL on a folder of your own .txt and .md files, with a small policy warm-started on them.
 
     DOCUMENTS=PATH
-    python -m spell_jax.warm_start.folder_rows --source=$DOCUMENTS --out=runs/folder_rows
+    python -m spell_jax.question_sets.facts --source=$DOCUMENTS --out=runs/folder_rows
     python -m spell_jax.sft --config=configs/folder_warm_start.py --workdir=runs/folder_warm_start
     python -m spell_jax.train --config=configs/folder.py --workdir=runs/folder \
         --config.data.source=$DOCUMENTS
@@ -22,7 +22,7 @@ def get_config() -> Config:
     config.policy.update(compute_dtype="float32", remat="none")
     config.policy.folder = "runs/folder_warm_start/policy"
 
-    # The values of folder_rows, so that warm start and self-play hold out the same clusters.
+    # Defaults of question_sets.facts, so that warm start and self-play hold out the same clusters.
     config.data.update(max_document_tokens=64, documents_per_cluster=4, grouping="order")
     config.data.held_out = 0.05
 

@@ -1,6 +1,6 @@
 """Warm start on a folder of texts: supervised tuning on rows that rules make from it.
 
-    python -m spell_jax.warm_start.folder_rows --source=PATH --out=runs/folder_rows
+    python -m spell_jax.question_sets.facts --source=PATH --out=runs/folder_rows
     python -m spell_jax.sft --config=configs/folder_warm_start.py --workdir=runs/folder_warm_start
 
 configs/folder.py starts from runs/folder_warm_start/policy. For self-play from random weights, use

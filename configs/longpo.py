@@ -1,6 +1,6 @@
 """LongPO on questions about short contexts, from Qwen2.5-7B-Instruct.
 
-    python -m spell_jax.algorithms.rlvr.questions --source=DOCUMENTS \
+    python -m spell_jax.question_sets.teacher --source=DOCUMENTS \
         --out=runs/questions --attempts=4000 \
         --teacher_policy=FOLDER --agreement=rule
     python -m spell_jax.train --config=configs/longpo.py --workdir=DIR \

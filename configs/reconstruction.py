@@ -4,7 +4,7 @@
         --config.policy.folder=FOLDER --config.data.source=DOCUMENTS
 
 FOLDER is a local copy of the model's Hugging Face folder, by default models/NAME. DOCUMENTS are the
-longest of each domain, of at most 65,000 tokens (data_pipeline.long_documents, docs/data.md), or
+longest of each domain, of at most 65,000 tokens (question_sets/long_documents.py, docs/data.md), or
 any folder of texts; 500 of 14,500 are held out. Longer texts are dropped, unless
 algorithm.cut_documents=True. Without a model (`--config=configs/reconstruction.py`) it is qwen.
 Hardware: weights, gradient, optimizer and the rollout copy take 18 bytes per parameter (137 GB for

@@ -1,6 +1,6 @@
 """Continual pretraining on long documents: a baseline of document reconstruction (appendix A.1).
 
-    python -m data_pipeline.long_documents --domain=BOOKS:8000 --domain=ARXIV:3000 \\
+    python -m spell_jax.question_sets.long_documents --domain=BOOKS:8000 --domain=ARXIV:3000 \\
         --domain=CODE:3000 --tokenizer=FOLDER --texts --out=runs/long_texts.jsonl
     python -m spell_jax.sft --config=configs/reconstruction_pretraining.py --workdir=DIR \\
         --config.policy.folder=FOLDER

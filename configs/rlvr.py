@@ -1,6 +1,6 @@
 """RLVR on given questions from one of SPELL's models: its baseline, with SPELL's values.
 
-    python -m spell_jax.algorithms.rlvr.questions --source=DOCUMENTS \
+    python -m spell_jax.question_sets.teacher --source=DOCUMENTS \
         --out=runs/questions --attempts=4000 \
         --teacher_policy=FOLDER --agreement=rule
     python -m spell_jax.train --config=configs/rlvr.py --workdir=DIR \

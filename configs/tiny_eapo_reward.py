@@ -1,6 +1,6 @@
 """Reward model of tiny_eapo.py: the tiny policy, tuned to score evidence.
 
-    python -m spell_jax.warm_start.evidence_rows --out=runs/evidence_rows
+    python -m spell_jax.question_sets.evidence_rows --out=runs/evidence_rows
     python -m spell_jax.sft --config=configs/tiny_eapo_reward.py --workdir=runs/tiny_eapo_reward
 
 It thinks before it scores: for each line, it writes the wanted name beside the line's name.

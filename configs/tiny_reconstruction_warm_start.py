@@ -3,10 +3,10 @@
     python -m spell_jax.sft --config=configs/tiny_reconstruction_warm_start.py \
         --workdir=runs/tiny_reconstruction_warm_start
 
-Its demonstrations (warm_start/demonstrations.py) work the order out, or guess it; of 3 and 4 lines
-most guess. So the tuned policy guesses when it is decoded greedily, and when it is sampled it is
-sometimes rewarded. Hardware: one CPU core, 4 minutes of its time (measured: 193 s, and 44 s of the
-system's). Held-out, greedy, 128 puzzles each, of 2, 3 and 4 lines: dense reward 1.00, .35, .29
+Its demonstrations (question_sets/tiny_world_rows.py) work the order out, or guess it; of 3 and 4
+lines most guess. So the tuned policy guesses when it is decoded greedily, and when it is sampled it
+is sometimes rewarded. Hardware: one CPU core, 4 minutes of its time (measured: 193 s, and 44 s of
+the system's). Held-out, greedy, 128 puzzles each, of 2, 3 and 4 lines: dense reward 1.00, .35, .29
 (a guess: .50, .33, .25), sparse reward 1.00, .20, .05 (.50, .17, .04).
 """
 

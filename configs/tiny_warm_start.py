@@ -2,10 +2,10 @@
 
     python -m spell_jax.sft --config=configs/tiny_warm_start.py --workdir=runs/warm_start
 
-The demonstrations leave room to improve (warm_start/demonstrations.py, DemonstrationMixture): few
-documents, and for the verifier a strict teacher, who answers no to .42 of the pairs that are equal
-in other words. Hardware: 2 CPU cores. Time, seed and resulting accuracies: docs/results.md. The
-shipped policy is a copy of the result, the Hugging Face folder runs/warm_start/policy.
+The demonstrations leave room to improve (question_sets/tiny_world_rows.py, DemonstrationMixture):
+few documents, and for the verifier a strict teacher, who answers no to .42 of the pairs that are
+equal in other words. Hardware: 2 CPU cores. Time, seed and resulting accuracies: docs/results.md.
+The shipped policy is a copy of the result, the Hugging Face folder runs/warm_start/policy.
 """
 
 from spell_jax.config import default_supervised_config

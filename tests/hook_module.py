@@ -7,7 +7,7 @@ from typing import Any
 
 from spell_jax.algorithms.held_out import Evaluated
 from spell_jax.data.clusters import Cluster
-from spell_jax.warm_start.demonstrations import Row
+from spell_jax.question_sets.rows import Row
 
 NUMBER = 3  # no function
 

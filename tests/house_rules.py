@@ -25,7 +25,7 @@ FLOORS = (
     ("trainer",),
     ("config",),
     ("algorithms",),
-    ("warm_start",),
+    ("question_sets",),
     ("evaluation",),
     ("reporting",),
     ("rollout",),

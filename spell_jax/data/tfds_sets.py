@@ -6,7 +6,7 @@
 2. A split of a set is a list of shards: files of ArrayRecord, Parquet or TFRecord with one
    tf.Example per record. A shard in a bucket is copied before it is read (runtime/remote.py).
 3. A document is the text feature of a record. It begins with the record's title, as the documents
-   of published questions do (data_pipeline/question_rows.py), if the set has a feature "title".
+   of published questions do (question_sets/published.py), if the set has a feature "title".
 """
 
 from __future__ import annotations

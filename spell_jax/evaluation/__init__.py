@@ -8,5 +8,5 @@ Public names:
   judgments.judge_answers: a judge's verdicts on answers that are on disk.
   lengths.measure: lengths of the benchmarks' prompts.
 
-Must not import: `warm_start`, `algorithms` and rooms above.
+Must not import: `question_sets`, `algorithms` and rooms above.
 """

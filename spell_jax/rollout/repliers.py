@@ -1,6 +1,6 @@
 """Models that reply to single prompts: chat endpoints and policies of our own.
 
-Judges and teachers (judge.py, algorithms/rlvr/questions.py) are such models. Their flags are
+Judges and teachers (judge.py, question_sets/teacher.py) are such models. Their flags are
 --NAME_url and --NAME_model, or --NAME_policy; the key of an endpoint is read from $SPELL_NAME_KEY.
 """
 

@@ -31,6 +31,8 @@ from spell_jax.policy import weights
 from spell_jax.policy.chat import THOUGHT_BEGIN, THOUGHT_END
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model, shape_policy
+from spell_jax.question_sets import tiny_world_rows
+from spell_jax.question_sets.rows import Row
 from spell_jax.runtime import hooks, paths, remote, workdir_lock
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
@@ -40,7 +42,6 @@ from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import prompts
 from spell_jax.trainer.run_files import RunFiles
 from spell_jax.trainer.state import HostState, States, freeze_base, load_weights, settle_dtypes
-from spell_jax.warm_start import demonstrations
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,7 @@ log = logging.getLogger(__name__)
 class MakeRows(Protocol):
     """A function that makes rows without a file; config.source may name the user's own."""
 
-    def __call__(
-        self, prompts: prompts.Prompts, /, *, seed: int, start: int
-    ) -> Iterator[demonstrations.Row]:
+    def __call__(self, prompts: prompts.Prompts, /, *, seed: int, start: int) -> Iterator[Row]:
         """Yield endless rows from number `start` on; row i depends on (seed, i) alone.
 
         Args:
@@ -64,10 +63,10 @@ class MakeRows(Protocol):
 # Rows that config.source names with one word.
 GENERATED: Mapping[str, MakeRows] = {
     "tiny": functools.partial(
-        demonstrations.world_demonstrations, mixture=demonstrations.DemonstrationMixture()
+        tiny_world_rows.world_demonstrations, mixture=tiny_world_rows.DemonstrationMixture()
     ),
     "tiny_stories": functools.partial(
-        demonstrations.story_demonstrations, mixture=demonstrations.StoryMixture()
+        tiny_world_rows.story_demonstrations, mixture=tiny_world_rows.StoryMixture()
     ),
 }
 # Rows that train a new tokenizer; enough to see every word of a small corpus.
@@ -75,7 +74,7 @@ TOKENIZER_ROWS = 20_000
 TEXT = "text"  # role of rows that are texts
 
 
-def read_rows(path: str | pathlib.Path) -> tuple[list[demonstrations.Row], int]:
+def read_rows(path: str | pathlib.Path) -> tuple[list[Row], int]:
     """Read rows of a JSONL file: "prompt", "completion" and, optionally, "role" and "task".
 
     A row may also have only a "text". The text becomes the completion of an empty prompt.
@@ -95,7 +94,7 @@ def read_rows(path: str | pathlib.Path) -> tuple[list[demonstrations.Row], int]:
     return rows, skipped
 
 
-def _parse_row(record: Any) -> demonstrations.Row:
+def _parse_row(record: Any) -> Row:
     is_text = "text" in record and not {"prompt", "completion"} & record.keys()
     completion = record["text" if is_text else "completion"]
     # An empty prompt or completion is a mistake in the file, except for rows of texts.
@@ -104,10 +103,10 @@ def _parse_row(record: Any) -> demonstrations.Row:
             raise ValueError("prompt and completion, or text, must be texts")
         text.encode()  # raises for lone surrogates, which no tokenizer encodes
     role, task = record.get("role", TEXT if is_text else "row"), record.get("task", "")
-    return demonstrations.Row("" if is_text else record["prompt"], completion, str(role), str(task))
+    return Row("" if is_text else record["prompt"], completion, str(role), str(task))
 
 
-def row_stream(config: SupervisedConfig, start: int) -> Iterator[demonstrations.Row]:
+def row_stream(config: SupervisedConfig, start: int) -> Iterator[Row]:
     """Iterate over rows from number `start` on, the same whether or not a run was resumed.
 
     The prompt templates or the file of rows are read at once; errors name the field.
@@ -119,9 +118,7 @@ def row_stream(config: SupervisedConfig, start: int) -> Iterator[demonstrations.
     return _shuffled(read_rows(config.source)[0], config.seed, start)
 
 
-def _shuffled(
-    rows: Sequence[demonstrations.Row], seed: int, start: int
-) -> Iterator[demonstrations.Row]:
+def _shuffled(rows: Sequence[Row], seed: int, start: int) -> Iterator[Row]:
     """Yield rows in another order in every epoch, from number `start` on."""
     # The order of an epoch is a function of seed and epoch: a resumed run jumps to any row.
     epoch, order = -1, np.arange(0)
@@ -151,14 +148,14 @@ def make_policy(
     else:
         rows = itertools.islice(row_stream(config, 0), TOKENIZER_ROWS)
         texts = (row.prompt + row.completion for row in rows)
-        tokenizer = tokenizers.train(texts, config.policy.vocab_size, demonstrations.SYMBOLS)
+        tokenizer = tokenizers.train(texts, config.policy.vocab_size, tiny_world_rows.SYMBOLS)
     # A tokenizer may leave ids without a token; the head must give them no probability.
     policy = config.policy.architecture(tokenizer.vocab_size)
     policy = dataclasses.replace(policy, unused_ids=tokenizer.gaps)
     return shape_policy(config.policy, policy), tokenizer
 
 
-def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packing.TrainGroup:
+def to_group(row: Row, tokenizer: tokenizers.Tokenizer) -> packing.TrainGroup:
     """Turn a row into a training group of one answer with advantage 1.
 
     A text without a prompt gets no chat layout and no stop token: each token follows from earlier

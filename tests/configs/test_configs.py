@@ -27,11 +27,11 @@ from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.learner.packing import PackingConfig
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
+from spell_jax.question_sets import facts, tiny_world_rows
 from spell_jax.runtime.config import ConfigError, build, flat, plain
 from spell_jax.selfplay import prompts
 from spell_jax.trainer import supervised
 from spell_jax.trainer.build import make_algorithm, make_context, make_run
-from spell_jax.warm_start import demonstrations, folder_rows
 from tests import noise
 from tests.algorithms.scripted import ScriptedModels
 from tests.evaluation.oracle import perfect
@@ -199,7 +199,7 @@ def test_paper_configs_hold_out_no_clusters(config):
 
 
 def test_folder_config_has_the_clusters_of_its_warm_start_rows():
-    flag_values = folder_rows._flags().parse_args(["--source=texts", "--out=rows"])
+    flag_values = facts._flags().parse_args(["--source=texts", "--out=rows"])
     data = folder.get_config().data
     for name in ("max_document_tokens", "documents_per_cluster", "grouping", "held_out"):
         assert data[name] == getattr(flag_values, name)
@@ -319,8 +319,8 @@ def test_demonstrations_fit_the_demos_token_caps():
     """Answers that the tiny policy was trained to write are not truncated in rollouts."""
     config = tiny.get_config()
     tokenizer = tokenizers.load(TINY_POLICY)
-    stream = demonstrations.world_demonstrations(
-        prompts.load("compact"), demonstrations.DemonstrationMixture(), seed=5
+    stream = tiny_world_rows.world_demonstrations(
+        prompts.load("compact"), tiny_world_rows.DemonstrationMixture(), seed=5
     )
     for row in itertools.islice(stream, 600):
         cap = config.sampler.max_tokens

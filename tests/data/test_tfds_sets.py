@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from data_pipeline import cloze_questions
 from launch import check
 from spell_jax.configs import folder as folder_config
 from spell_jax.data import built, tfds_sets
@@ -21,6 +20,7 @@ from spell_jax.data.clusters import count_words
 from spell_jax.data.config import DataConfig, open_clusters, origin
 from spell_jax.data.text_files import Unusable
 from spell_jax.data.tfds_sets import TextSet, TfdsSource, find_folder
+from spell_jax.question_sets import cloze
 from tests.data.prepared_sets import TEXT, damage_length, prepare
 
 FORMATS = ("array_record", "parquet", "tfrecord")
@@ -243,8 +243,8 @@ def test_commands_pass_their_flags(data_dir: Path, tmp_path: Path, monkeypatch) 
     values = {"per_set": 1, "sets": 1, "shared_words": 0, "seed": 0, "clusters": "tfds:a"}
     values |= {"tfds_data_dir": "d", "text_feature": "t", "tfds_split": "train"}
     flags = type("Flags", (), {"FLAGS": type("Values", (), values)})
-    monkeypatch.setattr(cloze_questions, "flags", flags)
+    monkeypatch.setattr(cloze, "flags", flags)
     monkeypatch.setattr(built, "open_source", open_source)
     with pytest.raises(ValueError, match="opened"):
-        cloze_questions.main(None)
+        cloze.main(None)
     assert opened == [TfdsSource("tfds:a", "d", "t", "train")]

@@ -20,9 +20,9 @@ from spell_jax.policy.hf_tokenizer import HfTokenizer
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.policy.tokenizer import ASSISTANT, USER, SentencePieceTokenizer
 from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.question_sets.tiny_world_rows import SYMBOLS
 from spell_jax.selfplay import prompts
 from spell_jax.selfplay.memory import Entry
-from spell_jax.warm_start.demonstrations import SYMBOLS
 from tests.policy.hf_folders import (
     MARKERS,
     REAL,

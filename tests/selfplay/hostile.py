@@ -15,8 +15,8 @@ from itertools import islice
 from typing import Any
 
 from spell_jax.data.clusters import LETTERS
+from spell_jax.question_sets.tiny_world_rows import DemonstrationMixture, world_demonstrations
 from spell_jax.selfplay import prompts
-from spell_jax.warm_start.demonstrations import DemonstrationMixture, world_demonstrations
 from tests.selfplay.parsers import FAMILIES
 
 INJECTIONS = (

@@ -23,6 +23,7 @@ from spell_jax.data.questions import Question
 from spell_jax.evaluation.benchmarks import long_documents, retrieval, short
 from spell_jax.evaluation.benchmarks.base import BenchmarkItem
 from spell_jax.evaluation.generated import haystack
+from spell_jax.question_sets import facts
 from spell_jax.runtime import endpoint
 from spell_jax.selfplay import (
     braces,
@@ -43,7 +44,6 @@ from spell_jax.selfplay import (
     verdicts,
     written_numbers,
 )
-from spell_jax.warm_start import folder_rows
 
 Parser = Callable[[str], Any]
 
@@ -102,7 +102,7 @@ def _task_parsers(task: str, answer: str) -> Iterator[tuple[Callable[..., Any], 
             part(given_questions.unscorable, task=task, extract=extract),
         )
     question = Question(task, ("Arvo lives in Oslo. " * 100,), "Where?", "Oslo", ("Arvo",))
-    facts = ("- Arvo Oslo 34 12 Bela", "- Bela Rome 10 11 Arvo")
+    lines = ("- Arvo Oslo 34 12 Bela", "- Bela Rome 10 11 Arvo")
     kind = tiny_world.task_kind(task)
     full = prompts.load("full")
     questioner, responder = prompts.Prompts.questioner, prompts.Prompts.responder
@@ -115,7 +115,7 @@ def _task_parsers(task: str, answer: str) -> Iterator[tuple[Callable[..., Any], 
         parsing.parse_question: part(
             parsing.parse_question, task=task, count_tokens=count_words, distinct_options=True
         ),
-        tiny_world.true_answer: lambda text: tiny_world.true_answer(text, task, facts),
+        tiny_world.true_answer: lambda text: tiny_world.true_answer(text, task, lines),
         tiny_world.is_true: lambda text: tiny_world.is_true(text, answer, kind),
         measure_answer: part(measure_answer, question=question, extract="lenient"),
         evidence.with_answer_phrase: part(evidence.with_answer_phrase, task=task),
@@ -149,7 +149,7 @@ _ONE = (
         cloze.split_sentences,
         endpoint.read_retry_after,
         puzzles.split_paragraphs,
-        folder_rows.other_forms,
+        facts.other_forms,
     ),
 )
 # Read a text and an item of a benchmark. short.score_math is missing: it scores in a process.
@@ -159,7 +159,7 @@ _OF_ITEM = (
     *(short.score_letter, short.extract_math),
 )
 _COMPARE = (evidence.verbatim_share, rouge.rouge_l, rouge.rouge_l_recall, rouge.word_f1)
-_COMPARE += (folder_rows.means_the_same,)
+_COMPARE += (facts.means_the_same,)
 
 
 def _progress(text: str) -> float:
@@ -173,7 +173,7 @@ def _progress(text: str) -> float:
 def _other_parsers() -> dict[Callable[..., Any], Parser]:
     """Map functions with other arguments to calls; prompt builders get the text in all fields."""
     documents, full = evidence.searchable(["Arvo lives in Oslo. " * 100]), prompts.load("full")
-    facts, rng = ("Arvo lives in Oslo.", "Oslo has a harbour."), np.random.default_rng
+    documents, rng = ("Arvo lives in Oslo.", "Oslo has a harbour."), np.random.default_rng
     kind = prompts.Prompts
     return {
         memory.QuestionMemory.push: _push,
@@ -191,15 +191,15 @@ def _other_parsers() -> dict[Callable[..., Any], Parser]:
         evidence.find_scores: lambda t: evidence.find_scores(t, (4, 2, 5)),
         evidence.searchable: lambda t: evidence.searchable([t]),
         evidence.verbatim_share: lambda t: evidence.verbatim_share(t, documents),
-        evidence.precision_and_recall: lambda t: evidence.precision_and_recall(t, facts),
+        evidence.precision_and_recall: lambda t: evidence.precision_and_recall(t, documents),
         puzzles.parse_order: lambda t: puzzles.parse_order(t, 4),
         puzzles.make_puzzle: lambda t: puzzles.make_puzzle(rng(0), t, 2, 1, 4000),
         puzzles.cut_window: lambda t: puzzles.cut_window(rng(0), t, len, len(t) // 2),
         cloze.find_clozes: lambda t: list(cloze.find_clozes([t])),
         kind.answer_first: lambda t: full.answer_first(t),
-        cloze.hide: lambda t: cloze.hide(facts, [t or "."]),
-        cloze.check_span: lambda t: cloze.check_span(t, t[: len(t) // 2], [t], facts),
-        folder_rows.find_facts: lambda t: folder_rows.find_facts([t]),
+        cloze.hide: lambda t: cloze.hide(documents, [t or "."]),
+        cloze.check_span: lambda t: cloze.check_span(t, t[: len(t) // 2], [t], documents),
+        facts.find_facts: lambda t: facts.find_facts([t]),
         kind.verifier: lambda t: full.verifier(t, t, t),
         kind.judge: lambda t: full.judge(t, t, t),
         kind.judge_grades: lambda t: full.judge_grades(t, t, t),

@@ -30,12 +30,13 @@ from typing import Any
 import httpx2
 import pytest
 
-from spell_jax import algorithms, evaluation, rollout, selfplay, warm_start
+from spell_jax import algorithms, evaluation, question_sets, rollout, selfplay
 from spell_jax.algorithms.base import Annotation
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.algorithms.spell.record import make_record
 from spell_jax.data.clusters import Cluster, read_clusters
 from spell_jax.data.questions import read_questions
+from spell_jax.question_sets import facts
 from spell_jax.rollout.judge import Judge
 from spell_jax.rollout.replies import Reply
 from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
@@ -45,7 +46,6 @@ from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.parsing import Parsed
 from spell_jax.selfplay.verdicts import MALFORMED, UNANSWERED
 from spell_jax.trainer import supervised
-from spell_jax.warm_start import folder_rows
 from tests.selfplay.hostile import INJECTIONS, good_texts, json_value, texts
 from tests.selfplay.parsers import FAMILIES, PARSERS
 
@@ -64,10 +64,17 @@ NO_READERS = {
     *("puzzles.chance_rewards", "puzzles.options_of"),
     *("puzzles.dense_reward", "puzzles.sparse_reward"),  # reads the result of parse_order
     *(
-        "warm_start.demonstrations",
-        "warm_start.evidence_rows",
-        "warm_start.question_rows",
-        "warm_start.reconstruction_rows",
+        "question_sets.articles",
+        "question_sets.cloze",
+        "question_sets.evidence_rows",
+        "question_sets.long_documents",
+        "question_sets.padded",
+        "question_sets.published",
+        "question_sets.question_rows",
+        "question_sets.reconstruction_rows",
+        "question_sets.rows",
+        "question_sets.teacher",
+        "question_sets.tiny_world_rows",
         "selfplay.rewards",
         "selfplay.selection",
     ),
@@ -75,7 +82,6 @@ NO_READERS = {
     *("evaluation.answering", "evaluation.generation", "evaluation.runner"),
     "evaluation.endpoint_respondent",
     *("evaluation.harness", "evaluation.harness_model", "evaluation.loglikelihood"),
-    "algorithms.questions",
     *("rollout.judge", "rollout.replies", "rollout.text_model", "rollout.worker", "rollout.flags"),
     *("algorithms.base", "algorithms.registry", "algorithms.algorithm"),
     *("held_out.share", "held_out.by_row"),
@@ -116,8 +122,8 @@ NO_READERS = {
     *("evidence.pairs_in_order", "evidence.best_chosen"),
     # These read answers by functions that are listed.
     *("eapo_evaluation.held_out_evidence", "algorithms.frozen_reader", "algorithms.progress"),
-    *("folder_rows.make_rows", "folder_rows.make_questions", "folder_rows.main"),
-    *("folder_rows.FolderRowMaker.question", "folder_rows.FolderRowMaker.row"),
+    *("facts.make_rows", "facts.make_questions", "facts.main"),
+    *("facts.FolderRowMaker.question", "facts.FolderRowMaker.row"),
     *("memory.QuestionMemory.get", "memory.QuestionMemory.state_dict", "hops.join_hop"),
     *(f"probes.ProbeSet.{name}" for name in ("measure", "push", "state_dict", "load_state_dict")),
     *("held_out.Evaluation.full", "held_out.Evaluation.quick", "spell_evaluation.task_kind"),
@@ -268,9 +274,9 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "cloze.hide": lambda texts: all(map(_is_text, texts)),
     "cloze.split_sentences": lambda texts: all(map(_is_text, texts)),
     "rouge.word_f1": _is_share,
-    "folder_rows.find_facts": lambda facts: all(fact.cue and fact.value for fact in facts),
-    "folder_rows.means_the_same": _is_truth,
-    "folder_rows.other_forms": lambda forms: all(map(_is_text, forms)),
+    "facts.find_facts": lambda facts: all(fact.cue and fact.value for fact in facts),
+    "facts.means_the_same": _is_truth,
+    "facts.other_forms": lambda forms: all(map(_is_text, forms)),
     "hops.split_hops": lambda hops: _is_text(hops[0]) and all(map(_is_text, hops[1])),
     "memory.QuestionMemory.push": _is_truth,
     "probes.ProbeSet.progress": _is_share,
@@ -315,7 +321,7 @@ def public_functions() -> Iterator[str]:
 
     They are "module.function" and "module.Class.method".
     """
-    packages = (selfplay, rollout, warm_start, evaluation, algorithms)
+    packages = (selfplay, rollout, question_sets, evaluation, algorithms)
     infos = [i for p in packages for i in pkgutil.walk_packages(p.__path__, f"{p.__name__}.")]
     # The only module of its room that reads what a server writes.
     for module_name in [*(i.name for i in infos if not i.ispkg), "spell_jax.runtime.endpoint"]:
@@ -368,7 +374,7 @@ def test_fuzz_inputs_reach_all_parser_results() -> None:
 
 @pytest.mark.parametrize("text", ["9" * 5000, "$" + "9" * 5000 + ".5%", "1" + ",000" * 2000])
 def test_figures_too_long_for_python_have_other_forms(text: str) -> None:
-    assert f"{text}." in folder_rows.other_forms(text)
+    assert f"{text}." in facts.other_forms(text)
 
 
 def test_only_the_last_json_blocks_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import pytest
 from spell_jax.runtime import sigterm
 from spell_jax.runtime.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from tests import noise
-from tests.data_pipeline.test_article_questions import CITIES, paragraph
+from tests.question_sets.test_articles import CITIES, paragraph
 from tests.slow.ended_commands import OPERATIONS
 
 CONFIG = """
@@ -105,7 +105,7 @@ def command(name: str, inputs: Inputs) -> Command:
         "generate": Command("spell_jax.generate", generate),
         "evaluate": Command("tests.evaluating", lambda out: [str(policy), str(out)]),
         "report": Command("spell_jax.report", lambda out: [f"--workdir={out}"]),
-        "article_questions": Command("data_pipeline.article_questions", ask),
+        "articles": Command("spell_jax.question_sets.articles", ask),
         "random_policy": Command("launch.random_policy", make_policy),
     }
     return commands[name]
@@ -155,7 +155,7 @@ def prepare(name: str, out: pathlib.Path) -> None:
         ("generate", ("SIGKILL", "SIGTERM")),
         ("evaluate", ("SIGKILL", "SIGKILL", "SIGKILL")),
         ("report", ("SIGKILL", "SIGTERM")),
-        ("article_questions", ("SIGKILL", "SIGTERM", "SIGKILL")),
+        ("articles", ("SIGKILL", "SIGTERM", "SIGKILL")),
         ("random_policy", ("SIGKILL", "SIGTERM", "SIGKILL")),
     ],
 )

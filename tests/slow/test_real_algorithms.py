@@ -25,8 +25,6 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from data_pipeline import long_questions
-from data_pipeline.question_rows import LAYOUTS, Draft, read_row
 from launch import random_policy
 from spell_jax.configs import eapo, paper, reconstruction, rlvr
 from spell_jax.data.clusters import ROLES
@@ -34,6 +32,8 @@ from spell_jax.data.questions import Question, read_questions
 from spell_jax.data.samples import Sample
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
+from spell_jax.question_sets import padded
+from spell_jax.question_sets.published import LAYOUTS, Draft, read_row
 from spell_jax.rollout import worker as worker_module
 from spell_jax.rollout.replies import Prompt
 from spell_jax.rollout.worker import PendingCall, RolloutWorker
@@ -109,12 +109,12 @@ def rows_of(spell_data: pathlib.Path, layout: str) -> list[Any]:
 def questions(spell_data, qwen, tmp_path_factory) -> pathlib.Path:
     """Write long questions over paragraphs, tables and prose to one file."""
     folder = tmp_path_factory.mktemp("questions")
-    config = long_questions.LongConfig(min_tokens=2048, max_tokens=3400)
+    config = padded.LongConfig(min_tokens=2048, max_tokens=3400)
     count, all_questions = tokenizers.load(qwen).count, []
     for layout in ROWS:
         rows, out = folder / f"{layout} rows.jsonl", folder / f"{layout}.jsonl"
         write_records(rows, rows_of(spell_data, layout))
-        summary = long_questions.build([str(rows)], layout, out, config, count)
+        summary = padded.build([str(rows)], layout, out, config, count)
         layout_questions = read_questions(out, layout)
         assert summary["bad_rows"] == 0 and sum(summary["written"].values()) == len(
             layout_questions

@@ -14,6 +14,7 @@ from etils import epath
 
 from spell_jax.configs import tiny_eapo
 from spell_jax.policy import weights
+from spell_jax.question_sets import evidence_rows
 from spell_jax.reporting.episodes import choose_episodes
 from spell_jax.reporting.page import RunData, write_page
 from spell_jax.runtime import mesh as meshes
@@ -22,7 +23,6 @@ from spell_jax.runtime.jsonl import write_records
 from spell_jax.trainer import loop
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run
-from spell_jax.warm_start import evidence_rows
 from tests import noise
 
 STEPS, REFRESH = 2, 2

@@ -13,6 +13,7 @@ from etils import epath
 from spell_jax.configs import tiny_reconstruction, tiny_reconstruction_warm_start
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
+from spell_jax.question_sets import tiny_world_rows
 from spell_jax.reporting.episodes import choose_episodes
 from spell_jax.reporting.page import PAGE, RunData, write_page
 from spell_jax.reporting.run_report import PLOTS_FOLDER
@@ -21,7 +22,6 @@ from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.selfplay import prompts, puzzles
 from spell_jax.trainer import loop, supervised
-from spell_jax.warm_start import demonstrations
 from tests import noise
 
 SMALL = {
@@ -116,8 +116,8 @@ def test_demo_caps_fit_the_warm_start_rows():
     config = tiny_reconstruction.get_config()
     bucket, _ = tiny_reconstruction_warm_start.get_config().packing.buckets[-1]
     tokenizer = tokenizers.load(TINY_POLICY)
-    rows = demonstrations.story_demonstrations(
-        prompts.load("compact"), demonstrations.StoryMixture(), seed=5
+    rows = tiny_world_rows.story_demonstrations(
+        prompts.load("compact"), tiny_world_rows.StoryMixture(), seed=5
     )
     for row in itertools.islice(rows, 600):
         group = supervised.to_group(row, tokenizer)

@@ -26,6 +26,7 @@ from spell_jax.learner.learner import Learner
 from spell_jax.learner.non_finite import NonFinite
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
+from spell_jax.question_sets import tiny_world_rows
 from spell_jax.runtime import entry
 from spell_jax.runtime.durable import DiskError
 from spell_jax.runtime.metrics import MetricsWriter, read_metrics
@@ -33,7 +34,6 @@ from spell_jax.runtime.preemption import EXIT_CODE, Preempted
 from spell_jax.runtime.workdir_lock import locked
 from spell_jax.trainer import supervised
 from spell_jax.trainer.export import export
-from spell_jax.warm_start import demonstrations
 from tests import noise
 from tests.policy import hf_folders
 
@@ -262,8 +262,8 @@ def test_invalid_lines_are_counted_and_skipped(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         rows, skipped = supervised.read_rows(path)
     assert skipped == len(BAD_LINES)
-    assert rows[0] == demonstrations.Row("line\u2028break", "c\x85d", "verifier", "math")
-    assert rows[1] == demonstrations.Row(*ROWS[0].values(), "row", "")
+    assert rows[0] == tiny_world_rows.Row("line\u2028break", "c\x85d", "verifier", "math")
+    assert rows[1] == tiny_world_rows.Row(*ROWS[0].values(), "row", "")
     for number in range(2, 2 + len(BAD_LINES)):
         assert f"{path}:{number}: skipped" in caplog.text
     assert f"2 rows, {len(BAD_LINES)} lines skipped" in caplog.text
@@ -294,7 +294,7 @@ def test_rows_are_reshuffled_each_epoch(source, policy):
 def test_row_becomes_a_group_of_one_with_stop_token(policy):
     tokenizer = tokenizers.load(policy)
     group = supervised.to_group(
-        demonstrations.Row("ask", "<think> x</think>yes", "verifier", ""), tokenizer
+        tiny_world_rows.Row("ask", "<think> x</think>yes", "verifier", ""), tokenizer
     )
     assert list(group.prompt) == tokenizer.chat("ask")
     answer = group.samples[0].tokens.tolist()
@@ -315,7 +315,7 @@ def test_row_becomes_a_group_of_one_with_stop_token(policy):
 def test_completion_continues_the_thought_that_the_layout_opens(policy, completion, learned):
     tokenizer = tokenizers.load(policy)
     tokenizer.open_thought = lambda messages: "<think>\n"
-    row = demonstrations.Row("ask", completion, "verifier", "")
+    row = tiny_world_rows.Row("ask", completion, "verifier", "")
     answer = supervised.to_group(row, tokenizer).samples[0].tokens.tolist()
     assert tokenizer.decode(answer[:-1]) == learned and answer[-1] == tokenizer.eos_id
 
@@ -325,7 +325,7 @@ def test_row_ends_with_the_end_of_the_templates_turn(tmp_path):
     config = hf_folders.CONFIG | {"eos_token": "<|endoftext|>"}
     folder = hf_folders.write(tmp_path, hf_folders.byte_level(), config)
     tokenizer = tokenizers.load(folder)
-    row = demonstrations.Row("ab?", "ab", "row", "")
+    row = tiny_world_rows.Row("ab?", "ab", "row", "")
     answer = supervised.to_group(row, tokenizer).samples[0].tokens.tolist()
     assert list(answer) == [*tokenizer.encode("ab"), *hf_folders.ids_of(tokenizer, "<|im_end|>")]
     assert answer[-1] in tokenizer.stop_ids
@@ -334,7 +334,7 @@ def test_row_ends_with_the_end_of_the_templates_turn(tmp_path):
 def test_marks_of_a_thought_are_taught_as_their_tokens(tmp_path):
     folder = hf_folders.write(tmp_path, hf_folders.byte_level(), hf_folders.CONFIG)
     tokenizer = tokenizers.load(folder)
-    row = demonstrations.Row("ab?", "<think>a</think>b<|im_end|>", "row", "")
+    row = tiny_world_rows.Row("ab?", "<think>a</think>b<|im_end|>", "row", "")
     answer = supervised.to_group(row, tokenizer).samples[0].tokens.tolist()
     begin, end, stop = hf_folders.ids_of(tokenizer, "<think>", "</think>", "<|im_end|>")
     text = [tokenizer.encode(part) for part in ("a", "b<|im_end|>")]
@@ -355,7 +355,7 @@ def test_random_policy_knows_the_gaps_of_its_tokenizer(tmp_path):
 def test_text_row_has_no_chat_layout(policy):
     tokenizer = tokenizers.load(policy)
     row = supervised._parse_row({"text": "Oslo is a city"})
-    assert row == demonstrations.Row("", "Oslo is a city", "text", "")
+    assert row == tiny_world_rows.Row("", "Oslo is a city", "text", "")
     group = supervised.to_group(row, tokenizer)
     assert [*group.prompt, *group.samples[0].tokens] == tokenizer.encode("Oslo is a city")
     assert len(group.prompt) == 1 and list(group.advantages) == [1.0] and group.name == "text"
@@ -364,7 +364,7 @@ def test_text_row_has_no_chat_layout(policy):
     assert list(group.prompt) == [tokenizer.eos_id]
     assert group.samples[0].tokens.tolist() == tokenizer.encode("Oslo is a city")
     with pytest.raises(ValueError, match=r"text '.': must have at least 2 tokens"):
-        supervised.to_group(demonstrations.Row("", "O", "text", ""), tokenizers.load(policy))
+        supervised.to_group(tiny_world_rows.Row("", "O", "text", ""), tokenizers.load(policy))
 
 
 def test_loss_on_texts_is_the_next_token_loss(policy, source):
@@ -408,7 +408,7 @@ def test_new_policy_gets_its_own_tokenizer(monkeypatch):
     config = read_supervised(config)
     shape, tokenizer = supervised.make_policy(config, None)
     assert shape.vocab_size == tokenizer.vocab_size <= 400
-    for symbol in demonstrations.SYMBOLS:
+    for symbol in tiny_world_rows.SYMBOLS:
         assert tokenizer.count(symbol) == 1, symbol
     rows = itertools.islice(supervised.row_stream(config, 300), 50)
     for text in ("Größe 漢字 \U0001f600", *(row.prompt + row.completion for row in rows)):

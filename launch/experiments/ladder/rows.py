@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from launch.experiments.ladder import world
+from spell_jax.question_sets.rows import Row, seeded_rows
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts
-from spell_jax.warm_start.demonstrations import Row, seeded_rows
 
 TASK = "general_qa"
 _STREAM = 8  # separates the random stream of these rows from the streams of other generated rows

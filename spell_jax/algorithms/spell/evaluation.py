@@ -19,11 +19,11 @@ from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data import tiny_world as world
 from spell_jax.data.clusters import LETTERS
 from spell_jax.data.config import TinyEvaluationConfig
+from spell_jax.question_sets import tiny_world_rows
 from spell_jax.rollout.replies import AskModels
 from spell_jax.selfplay import parsing, rules
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts
-from spell_jax.warm_start import demonstrations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class TinyEvaluation:
             # Few documents may allow no two-hop question.
             while world_question is None or world_question.kind != kind:
                 texts = world.make_documents(rng, documents)
-                question, world_question, answer = demonstrations.responder_question(
+                question, world_question, answer = tiny_world_rows.responder_question(
                     rng, texts, kind
                 )
             truth = answer if kind == "choice" else world.canonical(answer)
@@ -138,7 +138,7 @@ class TinyEvaluation:
         # other part's questions alone.
         rng = np.random.default_rng([self.sizes.seed, 1])
         rows = [
-            demonstrations.verifier_row(self.prompts, rng, len(world.CITIES))
+            tiny_world_rows.verifier_row(self.prompts, rng, len(world.CITIES))
             for _ in range(2 * self.sizes.per_cell)
         ]
         prompts, options = [row.prompt for row, _ in rows], self.algorithm.verdict_options
@@ -196,7 +196,7 @@ class TinyEvaluation:
         history = []
         kind = next(kind for kind, t in world.TASK_OF_KIND.items() if t == task)
         for _ in range(known_count):
-            text, _, answer = demonstrations.responder_question(rng, documents[:shown], kind)
+            text, _, answer = tiny_world_rows.responder_question(rng, documents[:shown], kind)
             history.append(Entry((), text, answer))
         letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
         return documents, self.prompts.questioner(task, documents, history, letter)

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from data_pipeline import long_questions
-from data_pipeline.long_questions import Builder, LongConfig, build
-from data_pipeline.question_rows import LAYOUTS
 from spell_jax.algorithms.eapo import evidence_tree
 from spell_jax.data.clusters import count_words
 from spell_jax.data.questions import read_questions
 from spell_jax.evaluation import generation
 from spell_jax.policy.model import TINY_POLICY
+from spell_jax.question_sets import padded
+from spell_jax.question_sets.padded import Builder, LongConfig, build
+from spell_jax.question_sets.published import LAYOUTS
 from spell_jax.selfplay import prompts, rules
-from tests.data_pipeline import rows
 from tests.policy import hf_folders
+from tests.question_sets import published_rows as rows
 
 CONFIG = LongConfig(60, 120, seed=1)
 
@@ -161,7 +161,7 @@ def test_distractors_containing_the_answer_are_left_out(tmp_path):
 
 
 def test_pool_holds_each_text_once():
-    pool = long_questions.DocumentPool(count_words)
+    pool = padded.DocumentPool(count_words)
     assert [pool.add(text) for text in ("a b", "c", "A  b", "a b\n", "a-b")] == [0, 1, 0, 0, 2]
     assert pool.texts == ["a b", "c", "a-b"] and pool.tokens == [2, 1, 1] and pool.repeated == 2
     assert pool.contains(0, ["b"]) and not pool.contains(0, []) and not pool.contains(2, ["b"])
@@ -241,7 +241,7 @@ def test_missing_and_malformed_files_raise(tmp_path):
 def test_command_line_writes_questions_and_summary(tmp_path):
     for part in range(2):
         write(tmp_path / f"part{part}.jsonl", multi_hop(count=30)[part::2])
-    command = [sys.executable, "-m", "data_pipeline.long_questions", "--layout=musique"]
+    command = [sys.executable, "-m", "spell_jax.question_sets.padded", "--layout=musique"]
     command += [f"--rows={tmp_path}/part*.jsonl,{tmp_path}/part0.jsonl", "--min_tokens=200"]
     command += [f"--tokenizer={TINY_POLICY}", f"--out={tmp_path}/out.jsonl", "--max_tokens=400"]
     process = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)

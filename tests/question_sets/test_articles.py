@@ -10,10 +10,10 @@ from collections import Counter
 
 import pytest
 
-from data_pipeline import article_questions
-from data_pipeline.article_questions import ArticleConfig, make_clusters, make_questions
 from spell_jax.data import clusters
 from spell_jax.data.questions import read_questions
+from spell_jax.question_sets import articles
+from spell_jax.question_sets.articles import ArticleConfig, make_clusters, make_questions
 
 CITIES = ("Oslo", "Lima", "Rome", "Cairo", "Quito", "Delhi")
 
@@ -46,9 +46,9 @@ def path(tmp_path: pathlib.Path) -> pathlib.Path:
     return file
 
 
-def read(path: pathlib.Path) -> tuple[list[article_questions.Article], Counter[str]]:
+def read(path: pathlib.Path) -> tuple[list[articles.Article], Counter[str]]:
     counts: Counter[str] = Counter()
-    return article_questions.read_articles(path, counts), counts
+    return articles.read_articles(path, counts), counts
 
 
 def test_unusable_questions_and_bad_articles_are_counted(path, caplog):
@@ -140,15 +140,15 @@ def test_file_in_another_layout_is_rejected(content, tmp_path):
 @pytest.mark.parametrize("text", ["0-2", "3-2", "1-9", "x", "1-2-3"])
 def test_bad_range_of_articles_is_rejected(text):
     with pytest.raises(ValueError, match=f"articles = '{text}'"):
-        article_questions.parse_range(text, 8)
-    assert article_questions.parse_range("8", 8) == range(7, 8)
+        articles.parse_range(text, 8)
+    assert articles.parse_range("8", 8) == range(7, 8)
 
 
 @pytest.mark.slow
 def test_command_writes_questions_and_clusters(path, tmp_path):
     out, clusters_out = tmp_path / "questions.jsonl", tmp_path / "clusters.jsonl"
     flags = [f"--rows={path}", "--articles=1", f"--out={out}", f"--clusters={clusters_out}"]
-    command = [sys.executable, "-m", "data_pipeline.article_questions", *flags]
+    command = [sys.executable, "-m", "spell_jax.question_sets.articles", *flags]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     counts = json.loads(process.stdout.splitlines()[-1])

@@ -10,10 +10,10 @@ from collections import Counter
 
 import pytest
 
-from data_pipeline import cloze_questions
-from data_pipeline.cloze_questions import ClozeConfig, make_sets
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import read_questions
+from spell_jax.question_sets import cloze
+from spell_jax.question_sets.cloze import ClozeConfig, make_sets
 
 CITIES = ("Oslo", "Lima", "Rome", "Cairo", "Quito", "Delhi")
 CLUSTER = Cluster(
@@ -64,7 +64,7 @@ def test_questions_depend_on_the_seed_and_the_cluster_alone() -> None:
 def test_command_writes_questions_that_training_reads(tmp_path: pathlib.Path) -> None:
     clusters, out = tmp_path / "clusters.jsonl", tmp_path / "questions.jsonl"
     clusters.write_text(json.dumps({"id": "cities", "documents": list(CLUSTER.documents)}))
-    command = [sys.executable, "-m", cloze_questions.__name__, f"--clusters={clusters}"]
+    command = [sys.executable, "-m", cloze.__name__, f"--clusters={clusters}"]
     process = subprocess.run(
         [*command, f"--out={out}", "--per_set=2", "--sets=2"], capture_output=True, text=True
     )

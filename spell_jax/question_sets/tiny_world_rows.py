@@ -6,15 +6,15 @@ The mixtures deliberately leave each role room to improve in reinforcement learn
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from spell_jax.data import tiny_stories
 from spell_jax.data import tiny_world as world
 from spell_jax.data.clusters import LETTERS
+from spell_jax.question_sets.rows import Row, seeded_rows
 from spell_jax.selfplay import parsing, puzzles
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts
@@ -84,25 +84,6 @@ class StoryMixture:
     # policy earns a dense reward of .99, .35 and .29 for K = 2, 3 and 4, and a pure guess .50, .33
     # and .25 (docs/algorithms.md).
     guessed: tuple[float, ...] = (0.35, 0.6, 0.65)
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One demonstration: prompt ("": a plain text), completion, role and task."""
-
-    prompt: str
-    completion: str
-    role: str
-    task: str
-
-
-def seeded_rows(
-    make_row: Callable[[np.random.Generator], Row], seed: int, start: int = 0, *stream: int
-) -> Iterator[Row]:
-    """Yield rows start, start + 1, ...; row i depends on (seed, i, *stream) alone."""
-    for index in itertools.count(start):
-        # A generator for each row: a resumed run starts at any row without making the earlier ones.
-        yield make_row(np.random.default_rng([seed, index, *stream]))
 
 
 def world_demonstrations(

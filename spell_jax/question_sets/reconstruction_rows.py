@@ -1,6 +1,6 @@
 """Format rows of document reconstruction: puzzles from real texts, answered in random order.
 
-    python -m spell_jax.warm_start.reconstruction_rows --source=BOOKS --out=rows.jsonl
+    python -m spell_jax.question_sets.reconstruction_rows --source=BOOKS --out=rows.jsonl
 
 A completion is a box with the letters of all options in random order. The rows use the texts in
 shuffled order: each a whole text, or a window of a text that fits --prompt_words.
@@ -20,6 +20,7 @@ from absl import flags
 from spell_jax.data import tfds_sets
 from spell_jax.data.clusters import count_words
 from spell_jax.data.config import DataConfig, open_clusters
+from spell_jax.question_sets.rows import Row
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_records
@@ -27,7 +28,6 @@ from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay import puzzles
 from spell_jax.selfplay.prompts import Prompts
 from spell_jax.selfplay.puzzles import FEWEST_OPTIONS, MOST_OPTIONS, PromptedPuzzle
-from spell_jax.warm_start.demonstrations import Row
 
 TRIES = 10  # passes over all texts without a puzzle after which the command gives up
 

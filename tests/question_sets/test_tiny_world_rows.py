@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 
 from spell_jax.data import tiny_world as world
+from spell_jax.question_sets import tiny_world_rows
 from spell_jax.selfplay import parsing, prompts, rules
-from spell_jax.warm_start import demonstrations
 
 PROMPTS = prompts.load("compact")
 COUNT = 1500
 
 
 def take(mixture=None, seed: int = 0, start: int = 0, count: int = COUNT):
-    mixture = mixture or demonstrations.DemonstrationMixture()
+    mixture = mixture or tiny_world_rows.DemonstrationMixture()
     return list(
-        itertools.islice(demonstrations.world_demonstrations(PROMPTS, mixture, seed, start), count)
+        itertools.islice(tiny_world_rows.world_demonstrations(PROMPTS, mixture, seed, start), count)
     )
 
 
 @pytest.fixture(scope="module")
-def by_role() -> dict[str, list[demonstrations.Row]]:
-    rows_by_role: dict[str, list[demonstrations.Row]] = {}
+def by_role() -> dict[str, list[tiny_world_rows.Row]]:
+    rows_by_role: dict[str, list[tiny_world_rows.Row]] = {}
     for row in take():
         rows_by_role.setdefault(row.role, []).append(row)
     return rows_by_role
@@ -41,7 +41,7 @@ def thought_of(completion: str) -> list[str]:
     return [fact.strip() for fact in thought.split(",")] if thought else []
 
 
-def check_evidence(row: demonstrations.Row) -> None:
+def check_evidence(row: tiny_world_rows.Row) -> None:
     """Check a demonstration: lines are from the documents, sums are right, a choice is a letter.
 
     A questioner's thought opens with its question.
@@ -85,7 +85,7 @@ def test_questions_are_accepted_with_correct_references(by_role):
 
 
 def test_requested_letter_is_the_letter_of_the_answer():
-    choices = demonstrations.DemonstrationMixture(
+    choices = tiny_world_rows.DemonstrationMixture(
         recital=0, questioner=1, verifier=0, kinds=(0, 0, 0, 1)
     )
     letters = Counter()
@@ -113,7 +113,7 @@ def test_answers_are_correct(by_role):
         assert answer or row.task != "general_qa", row
         truth = true_answer(row.prompt, row.task, documents_of(row.prompt))
         check_evidence(row)
-        if row.completion.endswith("answer is " + demonstrations.UNKNOWN):
+        if row.completion.endswith("answer is " + tiny_world_rows.UNKNOWN):
             assert truth is None, row
             unknown[row.prompt.startswith(prompts.NO_DOCUMENTS), row.task] += 1
         else:
@@ -147,13 +147,13 @@ def test_verdicts_are_correct_or_strict_about_wording(by_role):
             assert verdict == int(same), row
         labels[same] += 1
     assert 0.4 < labels[True] / labels.total() < 0.6
-    assert abs(np.mean(strict) - demonstrations.DemonstrationMixture().strict) < 4 * np.sqrt(
+    assert abs(np.mean(strict) - tiny_world_rows.DemonstrationMixture().strict) < 4 * np.sqrt(
         0.25 / len(strict)
     )
 
 
 def test_verifier_rows_omit_the_aliases_of_held_out_cities():
-    mixture = demonstrations.DemonstrationMixture(
+    mixture = tiny_world_rows.DemonstrationMixture(
         recital=0, questioner=0, verifier=1, verifier_cities=5
     )
     city_names = {name for pair in world.CITIES[:5] for name in pair}
@@ -174,7 +174,7 @@ def test_verifier_pairs_are_labeled_by_kind():
     rng = np.random.default_rng(0)
     kinds = Counter()
     for _ in range(400):
-        row, pair = demonstrations.verifier_row(PROMPTS, rng, len(world.CITIES))
+        row, pair = tiny_world_rows.verifier_row(PROMPTS, rng, len(world.CITIES))
         assert (pair == "different") == (row.completion == "[[NO]]")
         kinds[pair] += 1
     assert set(kinds) == {"same", "different", "alias", "decorated"}
@@ -186,7 +186,7 @@ def test_recitals_match_their_documents(by_role):
         options = [fact for fact in thought if fact.endswith(")")]
         lines = [fact for fact in thought if " is " not in fact and fact not in options]
         assert sorted(f"- {line}" for line in lines) == sorted(documents_of(row.prompt))
-        assert len(options) == demonstrations.OPTIONS
+        assert len(options) == tiny_world_rows.OPTIONS
         sums = [fact.split()[1] for fact in thought if " is " in fact]
         assert sums == list(2 * world.SUMS)
         check_evidence(row)
@@ -202,7 +202,7 @@ def test_row_depends_only_on_seed_and_number():
 
 
 def test_rows_follow_the_shares_of_the_mixture(by_role):
-    mixture = demonstrations.DemonstrationMixture()
+    mixture = tiny_world_rows.DemonstrationMixture()
     expected_shares = {
         "reciter": mixture.recital,
         "questioner": mixture.questioner,
@@ -229,9 +229,9 @@ def test_rows_follow_the_shares_of_the_mixture(by_role):
 
 
 def test_mixture_can_have_a_single_role():
-    questioner_mixture = demonstrations.DemonstrationMixture(recital=0, questioner=1, verifier=0)
+    questioner_mixture = tiny_world_rows.DemonstrationMixture(recital=0, questioner=1, verifier=0)
     assert {row.role for row in take(questioner_mixture, count=30)} == {"questioner"}
-    responder_mixture = demonstrations.DemonstrationMixture(
+    responder_mixture = tiny_world_rows.DemonstrationMixture(
         recital=0, questioner=0, verifier=0, kinds=(0, 0, 1, 0)
     )
     rows = take(responder_mixture, count=30)

@@ -1,6 +1,6 @@
 """Cloze questions about clusters of documents: no labels, and references that hold.
 
-    python -m data_pipeline.cloze_questions --clusters=clusters.jsonl --out=questions.jsonl
+    python -m spell_jax.question_sets.cloze --clusters=clusters.jsonl --out=questions.jsonl
 
 A question is a sentence with a gap (spell_jax/selfplay/cloze.py). A set of --per_set questions
 about a cluster has the same documents, which the sampler reads and the learner packs once: the

@@ -1,4 +1,4 @@
-"""Made-up rows of the layouts that data_pipeline.question_rows reads."""
+"""Made-up rows of the layouts that spell_jax.question_sets.published reads."""
 
 from __future__ import annotations
 

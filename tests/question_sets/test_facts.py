@@ -20,13 +20,8 @@ from spell_jax.data.clusters import (
 )
 from spell_jax.data.questions import read_questions
 from spell_jax.policy import tokenizer
-from spell_jax.runtime.progress import Ticker
-from spell_jax.selfplay import prompts
-from spell_jax.selfplay.parsing import parse_question, parse_verdict
-from spell_jax.selfplay.rules import score
-from spell_jax.warm_start import folder_rows
-from spell_jax.warm_start.demonstrations import Row
-from spell_jax.warm_start.folder_rows import (
+from spell_jax.question_sets import facts
+from spell_jax.question_sets.facts import (
     RowConfig,
     find_facts,
     make_questions,
@@ -34,6 +29,11 @@ from spell_jax.warm_start.folder_rows import (
     means_the_same,
     other_forms,
 )
+from spell_jax.question_sets.rows import Row
+from spell_jax.runtime.progress import Ticker
+from spell_jax.selfplay import prompts
+from spell_jax.selfplay.parsing import parse_question, parse_verdict
+from spell_jax.selfplay.rules import score
 
 PLACES = ("Avalon", "Brobdingnag", "Camelot", "Dunsinane", "Elsinore", "Florin", "Gondor", "Hyrule")
 
@@ -270,7 +270,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the characters scanned by patterns, and the calls of functions that cost more."""
     counts: Counter[str] = Counter()
     for name in ("WORD", "NUMBER", "NAME"):
-        monkeypatch.setattr(folder_rows, name, Counted(getattr(folder_rows, name), counts))
+        monkeypatch.setattr(facts, name, Counted(getattr(facts, name), counts))
 
     def count(owner: object, name: str) -> None:
         function = getattr(owner, name)
@@ -282,8 +282,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, counted)
 
     for name in ("means_the_same", "find_facts"):
-        count(folder_rows, name)
-    count(folder_rows.FolderRowMaker, "row")
+        count(facts, name)
+    count(facts.FolderRowMaker, "row")
     return counts
 
 
@@ -307,7 +307,7 @@ def test_work_is_linear_in_the_text(
     def count(piece: str) -> int:
         nonlocal counted
         counted += len(piece)
-        return folder_rows._count_roughly(piece)
+        return facts._count_roughly(piece)
 
     clusters, report = read_clusters(
         source, count_tokens=count, max_document_tokens=64, documents_per_cluster=4
@@ -316,14 +316,14 @@ def test_work_is_linear_in_the_text(
     assert is_read == ("binary" not in report.skipped)
     total = sum(len(d) for c in clusters for d in c.documents)
     assert is_read == (total > 0.8 * size)
-    assert max(len(d) for c in clusters for d in c.documents) <= 64 * folder_rows.LONGEST_WORD
+    assert max(len(d) for c in clusters for d in c.documents) <= 64 * facts.LONGEST_WORD
     config = RowConfig(history_share=0.0)  # a question a row
     cluster_rows, counts = make_rows(clusters, COMPACT, rows, 0, config, count)
     assert counted <= 7 * total + 500 * rows
     assert counts["facts"] > 20
     if make is line and not as_folder:
-        assert counts["facts"] > 5 * folder_rows.MOST_CANDIDATES
-    comparisons = folder_rows.MOST_CANDIDATES + 9  # of a value with others
+        assert counts["facts"] > 5 * facts.MOST_CANDIDATES
+    comparisons = facts.MOST_CANDIDATES + 9  # of a value with others
     assert work["means_the_same"] <= comparisons * rows
     assert work["scanned"] <= 8 * total + 4 * 20 * comparisons * rows
     assert sum(len(row.prompt + row.completion) for row in cluster_rows) <= 10_000 * rows
@@ -345,7 +345,7 @@ def test_tokenizer_is_trained_on_short_rows_of_a_text_without_spaces(
     monkeypatch.setattr(tokenizer, "train", train)
     with pytest.raises(InterruptedError):
         arguments = [f"--source={tmp_path}", f"--out={tmp_path / 'out'}", "--held_out=0"]
-        folder_rows.main([*arguments, "--rows=80"])
+        facts.main([*arguments, "--rows=80"])
     assert len(train_texts) == 80 and max(map(len, train_texts)) < 10_000
 
 
@@ -356,8 +356,8 @@ def test_clusters_without_questions_are_tried_a_few_times_only(
     """The second text has one fact: no multiple choice."""
     rows, barren_clusters = 120, [Cluster(f"b{i}", (barren,)) for i in range(400)]
     make_rows([CLUSTERS[0], *barren_clusters], COMPACT, rows, 0)
-    failed = folder_rows.TRIES * len(barren_clusters) if "7" in barren else 0
-    assert work["row"] <= folder_rows.TRIES * rows + failed
+    failed = facts.TRIES * len(barren_clusters) if "7" in barren else 0
+    assert work["row"] <= facts.TRIES * rows + failed
 
 
 def test_progress_is_logged_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
@@ -383,9 +383,9 @@ def test_many_rows_of_few_facts_are_a_warning(
 ) -> None:
     caplog.set_level(logging.INFO, "spell_jax")
     path, counts = tmp_path / "rows.jsonl", Counter(facts=126, clusters=9)
-    folder_rows._log_summary(path, 1260, counts)
+    facts._log_summary(path, 1260, counts)
     assert caplog.messages == [f"{path}: 1260 rows from 126 facts; {{'clusters': 9}}"]
-    folder_rows._log_summary(path, 12_000, counts)
+    facts._log_summary(path, 12_000, counts)
     assert caplog.messages[1] == f"{path}: 12000 rows from 126 facts; {{'clusters': 9}}"
     assert caplog.messages[2] == (
         "rows = 12000: more than 10 for each of the 126 facts, so the rows repeat themselves; take "
@@ -431,7 +431,7 @@ def test_command_line_writes_rows_tokenizer_and_questions(
     sizes = ["--documents_per_cluster=4", "--max_document_tokens=48", "--vocab_size=400"]
     sizes += ["--rows=40"]
     caplog.set_level(logging.INFO, "spell_jax")
-    folder_rows.main([f"--source={source}", f"--out={out}", "--held_out=0.2", *sizes])
+    facts.main([f"--source={source}", f"--out={out}", "--held_out=0.2", *sizes])
     phases = ["reading", "finding facts", "making rows", "training a tokenizer on 40 rows"]
     phases += ["making questions", f"{out / 'rows.jsonl'}: 40 rows from "]
     for phase in phases:
@@ -456,16 +456,14 @@ def test_command_line_writes_rows_tokenizer_and_questions(
     )
     second_out = tmp_path / "other"
     arguments = [f"--source={source}", f"--tokenizer={out}", "--held_out=0", *sizes]
-    folder_rows.main([*arguments, f"--out={second_out}"])
+    facts.main([*arguments, f"--out={second_out}"])
     assert tokenizer.load(second_out).model == words.model
     assert not (second_out / "questions.jsonl").exists()
 
 
 @pytest.mark.slow
 def test_questioner_rows_of_real_filings_are_accepted(spell_data: Path, tmp_path: Path) -> None:
-    folder_rows.main(
-        [f"--source={spell_data / 'edgar' / 'dev'}", f"--out={tmp_path}", "--rows=300"]
-    )
+    facts.main([f"--source={spell_data / 'edgar' / 'dev'}", f"--out={tmp_path}", "--rows=300"])
     for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines():
         row = Row(**json.loads(line))
         if row.role == "questioner":

@@ -1,10 +1,10 @@
 """Warm-start rows of all three roles from questions with known answers, such as human ones.
 
-    python -m spell_jax.warm_start.question_rows --questions=A.jsonl,B.jsonl --out=rows.jsonl
+    python -m spell_jax.question_sets.question_rows --questions=A.jsonl,B.jsonl --out=rows.jsonl
 
 1. Input is the layout of data/questions.py. A general_qa question also gives a financial_math row
    if its answer is a number, and a multiple_choice row if it has three wrong answers. Questions of
-   data_pipeline.cloze_questions give rows with --tasks=cloze. The questioner of such a row quotes
+   question_sets/cloze.py give rows with --tasks=cloze. The questioner of such a row quotes
    one of the question's evidence sentences, because its documents lack the sentence with the gap.
 2. A questioner row writes the question with its answer as JSON. Its prompt has the question's own
    document (a document with the answer, if any has it) and one more. In a share of rows it also has
@@ -31,6 +31,8 @@ from absl import flags
 from spell_jax.data.clusters import CLOZE, LETTERS, PAPER_TASKS, TASKS, count_words
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import batch_counts
+from spell_jax.question_sets.facts import NUMBER, means_the_same, other_forms
+from spell_jax.question_sets.rows import Row
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_records
@@ -41,10 +43,8 @@ from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.numbers import number_text, parse_number
 from spell_jax.selfplay.parsing import format_choices, parse_question
 from spell_jax.selfplay.prompts import Prompts
-from spell_jax.warm_start.demonstrations import Row
-from spell_jax.warm_start.folder_rows import NUMBER, means_the_same, other_forms
 
-log = logging.getLogger("spell_jax.warm_start.question_rows")  # __name__ may be "__main__"
+log = logging.getLogger("spell_jax.question_sets.question_rows")  # __name__ may be "__main__"
 # Questions before and after a question in a file that may be its history. Files mostly keep
 # questions about the same documents together: a search of the whole file would find few more.
 HISTORY_REACH = 3

@@ -10,8 +10,8 @@ import pytest
 
 from spell_jax.policy import tokenizer
 from spell_jax.policy.model import TINY_POLICY
+from spell_jax.question_sets.tiny_world_rows import StoryMixture, story_demonstrations
 from spell_jax.selfplay import prompts, puzzles
-from spell_jax.warm_start.demonstrations import StoryMixture, story_demonstrations
 from tests.algorithms.posing import solution
 
 PROMPTS = prompts.load("compact")

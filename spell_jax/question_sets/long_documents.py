@@ -1,6 +1,6 @@
 """Selects training documents by length, with a quota for each domain (document reconstruction).
 
-    python -m data_pipeline.long_documents --domain=books:8000 --domain=arxiv:3000
+    python -m spell_jax.question_sets.long_documents --domain=books:8000 --domain=arxiv:3000
         --domain=code:3000 --tokenizer=FOLDER --out=FILE.jsonl [--max_tokens=65000
         --selection=longest --seed=0 --texts]
 
@@ -40,7 +40,7 @@ from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.runtime.jsonl import read_records, write_json, write_records
 
-log = logging.getLogger("data_pipeline.long_documents")  # __name__ may be "__main__"
+log = logging.getLogger("spell_jax.question_sets.long_documents")  # __name__ may be "__main__"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from data_pipeline.question_rows import LAYOUTS, Draft, read_row
-from tests.data_pipeline import rows
+from spell_jax.question_sets.published import LAYOUTS, Draft, read_row
+from tests.question_sets import published_rows as rows
 
 
 def drafts(layout: str, row: dict) -> list[Draft]:

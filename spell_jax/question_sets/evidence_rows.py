@@ -6,7 +6,7 @@
 3. `reward_rows` demonstrates scores of several evidence sets for one question: `true_score` plus
    noise.
 
-    python -m spell_jax.warm_start.evidence_rows --out=DIR
+    python -m spell_jax.question_sets.evidence_rows --out=DIR
 
 writes DIR/policy.jsonl and DIR/reward.jsonl, one {"prompt", "completion", "role", "task"} per line
 for supervised fine-tuning, and DIR/train.jsonl and DIR/held_out.jsonl, questions in the format of
@@ -25,12 +25,12 @@ import numpy as np
 
 from spell_jax.data import tiny_world as world
 from spell_jax.data.questions import Question
+from spell_jax.question_sets.rows import Row, seeded_rows
 from spell_jax.runtime import entry
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.evidence import HIGHEST, LOWEST, StructuredAnswer, write_answer
 from spell_jax.selfplay.prompts import Prompts
-from spell_jax.warm_start.demonstrations import Row, seeded_rows
 
 TASK = "general_qa"
 # Last entry of a random seed, after seed and index: one random stream per kind of output.
@@ -188,7 +188,7 @@ def _add_noise(rng: np.random.Generator, score: int, noise: float) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write rows and questions to a folder (command-line entry)."""
     parser = argparse.ArgumentParser(
-        "python -m spell_jax.warm_start.evidence_rows",
+        "python -m spell_jax.question_sets.evidence_rows",
         description="Rows and questions with evidence.",
     )
     parser.add_argument("--out", required=True, help="folder to write to")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from spell_jax.data.clusters import count_words
+from spell_jax.question_sets.reconstruction_rows import ReconstructionRowConfig, make_rows
 from spell_jax.selfplay import prompts, puzzles
-from spell_jax.warm_start.reconstruction_rows import ReconstructionRowConfig, make_rows
 
 COMPACT = prompts.load("compact")
 TEXTS = [
@@ -50,7 +50,7 @@ def test_texts_without_puzzles_are_counted_or_an_error():
 def test_command_reads_a_folder(tmp_path: Path):
     for number, text in enumerate(TEXTS):
         (tmp_path / f"{number}.txt").write_text(text)
-    command = [sys.executable, "-m", "spell_jax.warm_start.reconstruction_rows"]
+    command = [sys.executable, "-m", "spell_jax.question_sets.reconstruction_rows"]
     flags = [f"--source={tmp_path}", f"--out={tmp_path / 'rows.jsonl'}", "--rows=6"]
     process = subprocess.run(
         [*command, *flags, "--min_paragraph=20"], capture_output=True, text=True, check=True

@@ -1,6 +1,6 @@
 """Questions that people asked about articles, with several paragraphs of the article as documents.
 
-    python -m data_pipeline.article_questions --rows=dev-v1.1.json --articles=17-24 --paragraphs=4
+    python -m spell_jax.question_sets.articles --rows=dev-v1.1.json --articles=17-24 --paragraphs=4
         --per_article=25 --out=questions.jsonl
 
 reads files in SQuAD's layout (Rajpurkar et al. 2016) and writes the layout of
@@ -46,7 +46,7 @@ from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import rules
 from spell_jax.selfplay.given_questions import scores_itself
 
-log = logging.getLogger("data_pipeline.article_questions")  # __name__ may be "__main__"
+log = logging.getLogger("spell_jax.question_sets.articles")  # __name__ may be "__main__"
 MOST_WRONG = 8  # answers kept per question
 
 

@@ -8,8 +8,14 @@ import re
 
 import pytest
 
-from data_pipeline.long_documents import Domain, SelectionConfig, build, parse_domains, read_texts
 from spell_jax.data.clusters import count_words, read_clusters
+from spell_jax.question_sets.long_documents import (
+    Domain,
+    SelectionConfig,
+    build,
+    parse_domains,
+    read_texts,
+)
 from spell_jax.trainer import supervised
 
 LIMIT = 50

@@ -13,14 +13,14 @@ import pytest
 
 from spell_jax.data.clusters import LETTERS, PAPER_TASKS, count_words
 from spell_jax.data.questions import Question
+from spell_jax.question_sets import question_rows
+from spell_jax.question_sets.question_rows import QuestionRowConfig, make_item, make_rows
+from spell_jax.question_sets.rows import Row
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import prompts
 from spell_jax.selfplay.evidence import named_document
 from spell_jax.selfplay.parsing import parse_question, parse_verdict
 from spell_jax.selfplay.rules import score
-from spell_jax.warm_start import question_rows
-from spell_jax.warm_start.demonstrations import Row
-from spell_jax.warm_start.question_rows import QuestionRowConfig, make_item, make_rows
 
 COMPACT = prompts.load("compact")
 CITIES = ("Oslo", "Lima", "Rome", "Cairo", "Quito", "Delhi")
@@ -230,7 +230,7 @@ def test_command_writes_the_rows(tmp_path: Path):
     questions, out = tmp_path / "questions.jsonl", tmp_path / "rows.jsonl"
     write_records(questions, [vars(question) for question in TEXTS + NUMBERS])
     flags = [f"--questions={questions}", f"--out={out}", "--rows=12"]
-    command = [sys.executable, "-m", "spell_jax.warm_start.question_rows", *flags]
+    command = [sys.executable, "-m", "spell_jax.question_sets.question_rows", *flags]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout.splitlines()[-1])["rows"] == 12

@@ -1,6 +1,6 @@
 """Pads published questions with distractors to long ones (EAPO, section 4 "Training Dataset").
 
-    python -m data_pipeline.long_questions --layout=musique --rows=DIR/musique*.jsonl
+    python -m spell_jax.question_sets.padded --layout=musique --rows=DIR/musique*.jsonl
         --tokenizer=FOLDER --out=FILE.jsonl [--min_tokens=32768 --max_tokens=131072 --seed=0]
 
 1. The documents of all rows (question_rows.py) form a pool, each text once. Bad rows and unusable
@@ -16,7 +16,7 @@ Random choices for a question depend only on the seed and its number. Only docum
 leave room for the rest of the prompt and the answer. Use rows of training splits: nothing here
 checks for benchmark data. The paper does not state its distractors; these are the other rows'
 documents. The other half of its data, questions that a model writes about tables and prose of
-Wikipedia pages, is made by `python -m spell_jax.algorithms.rlvr.questions`.
+Wikipedia pages, is made by `python -m spell_jax.question_sets.teacher`.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from typing import Any, TypeVar
 import numpy as np
 from absl import flags
 
-from data_pipeline.question_rows import LAYOUTS, Draft, read_row
 from spell_jax.data.questions import Question
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import find_folder
+from spell_jax.question_sets.published import LAYOUTS, Draft, read_row
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import read_json, read_records, write_json, write_records
 from spell_jax.selfplay.rules import normalize_answer
 
 T = TypeVar("T")
-log = logging.getLogger("data_pipeline.long_questions")  # __name__ may be "__main__"
+log = logging.getLogger("spell_jax.question_sets.padded")  # __name__ may be "__main__"
 
 
 @dataclasses.dataclass(frozen=True)

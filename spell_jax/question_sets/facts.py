@@ -10,7 +10,7 @@
    another form, or with another value.
 4. A reciter row is not part of self-play. Its completion repeats the documents in another order.
 
-    python -m spell_jax.warm_start.folder_rows --source=FOLDER --out=DIR
+    python -m spell_jax.question_sets.facts --source=FOLDER --out=DIR
 
 writes DIR/rows.jsonl, one {"prompt", "completion", "role", "task"} per line; DIR/tokenizer.model,
 trained on such rows; and DIR/questions.jsonl, questions with answers about held-out clusters.
@@ -35,6 +35,8 @@ from spell_jax.data.clusters import LETTERS, PAPER_TASKS, Cluster, CountTokens, 
 from spell_jax.data.config import DataConfig, open_clusters
 from spell_jax.data.stream import batch_counts
 from spell_jax.policy import tokenizer
+from spell_jax.question_sets.rows import Row
+from spell_jax.question_sets.tiny_world_rows import SYMBOLS
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_records
@@ -44,7 +46,6 @@ from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.numbers import Number, parse_number, same_number
 from spell_jax.selfplay.parsing import parse_question
 from spell_jax.selfplay.prompts import Prompts
-from spell_jax.warm_start.demonstrations import SYMBOLS, Row
 
 # Reciter rows teach a randomly initialized policy to find and copy text, faster than answers of a
 # few tokens do.

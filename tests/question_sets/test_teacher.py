@@ -14,15 +14,15 @@ import sys
 
 import pytest
 
-from spell_jax.algorithms.rlvr import questions as rlvr_questions
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
-from spell_jax.algorithms.rlvr.questions import Settings, Teacher
 from spell_jax.configs import tiny
 from spell_jax.data import tfds_sets
 from spell_jax.data.clusters import PAPER_TASKS, Cluster, in_memory
 from spell_jax.data.questions import read_questions
 from spell_jax.data.stream import TaskStream
 from spell_jax.policy.model import TINY_POLICY
+from spell_jax.question_sets import teacher as rlvr_questions
+from spell_jax.question_sets.teacher import Settings, Teacher
 from spell_jax.rollout.judge import Judge
 from spell_jax.rollout.repliers import PolicyReplier
 from spell_jax.rollout.text_model import SIZES, TextModel
@@ -410,7 +410,7 @@ ONE = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
 
 
 def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "spell_jax.algorithms.rlvr.questions", *arguments]
+    command = [sys.executable, "-m", "spell_jax.question_sets.teacher", *arguments]
     process_environment = os.environ | ONE | environment
     return subprocess.run(
         command, capture_output=True, text=True, env=process_environment, check=False

@@ -1,0 +1,15 @@
+"""Question sets: questions with known answers, and rows of supervised tuning from them.
+
+Public names:
+  published: questions of published rows; padded: long questions, padded with distractors.
+  articles, cloze: questions that people asked, and sentences with gaps.
+  teacher: questions that a teacher model writes, with agreement as filter.
+  long_documents: documents by domain and length.
+  rows.Row, rows.seeded_rows: a prompt and its completion, and a stream of rows.
+  tiny_world_rows.world_demonstrations, tiny_world_rows.story_demonstrations: rows of generated
+    worlds.
+  question_rows, facts, evidence_rows, reconstruction_rows: rows from questions, folders of texts,
+    evidence, and the order of paragraphs.
+
+Must not import: `algorithms` and rooms above.
+"""
