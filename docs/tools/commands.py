@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from spell_jax.runtime import dataclass_flags
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _FOLDERS = ("spell_jax", "data_pipeline", "launch", "benchmarks", "docs/tools")
 
@@ -74,6 +76,9 @@ def _flags(tree: ast.AST, module: str) -> Iterator[Flag]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
+        if ast.unparse(node.func) == "dataclass_flags.define":
+            yield from _field_flags(tree, node, module)
+            continue
         function = ast.unparse(node.func).rpartition(".")[2]
         name = node.args[0] if node.args else None
         if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
@@ -85,6 +90,18 @@ def _flags(tree: ast.AST, module: str) -> Iterator[Flag]:
         elif function.startswith("DEFINE_") and len(node.args) >= 2:
             text = keywords.get("help", node.args[-1])
             yield Flag(name.value, _source(node.args[1]), _text(text), module)
+
+
+def _field_flags(tree: ast.AST, call: ast.Call, module: str) -> Iterator[Flag]:
+    """Yield the flags of a call of dataclass_flags.define with a class of the same module."""
+    name = ast.unparse(call.args[0])
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    section = next(node for node in classes if node.name == name)
+    texts = dataclass_flags.attribute_texts(ast.get_docstring(section) or "")
+    for field in section.body:
+        if isinstance(field, ast.AnnAssign):
+            name = ast.unparse(field.target)
+            yield Flag(name, _source(field.value), texts[name], module)
 
 
 def _source(node: ast.expr | None) -> str:

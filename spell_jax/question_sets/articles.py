@@ -40,7 +40,7 @@ import numpy as np
 from absl import flags
 
 from spell_jax.data.questions import Question, in_blocks
-from spell_jax.runtime import entry
+from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import rules
@@ -241,13 +241,7 @@ def main(_) -> None:
     flag_values = flags.FLAGS
     if not flag_values.out and not flag_values.clusters:
         raise flags.ValidationError("must give --out, --clusters or both")
-    config = ArticleConfig(
-        flag_values.paragraphs,
-        flag_values.per_article,
-        flag_values.sets,
-        flag_values.block,
-        flag_values.seed,
-    )
+    config = dataclass_flags.read(ArticleConfig, flag_values)
     counts: Counter[str] = Counter()
     articles = read_articles(pathlib.Path(flag_values.rows), counts)
     article_numbers = (
@@ -273,11 +267,7 @@ def main(_) -> None:
 if __name__ == "__main__":
     flags.DEFINE_string("rows", None, "File in SQuAD's layout.", required=True)
     flags.DEFINE_string("articles", "", "Articles to use, such as 17-24; all by default.")
-    flags.DEFINE_integer("paragraphs", ArticleConfig.paragraphs, "Documents of a question.")
-    flags.DEFINE_integer("per_article", ArticleConfig.per_article, "Most questions; 0: all.")
-    flags.DEFINE_integer("sets", ArticleConfig.sets, "Sets of paragraphs per article; 0: no sets.")
-    flags.DEFINE_integer("block", ArticleConfig.block, "Questions of a block; 0: no blocks.")
-    flags.DEFINE_integer("seed", ArticleConfig.seed, "Seed of the selection.")
+    dataclass_flags.define(ArticleConfig)
     flags.DEFINE_string("out", "", "JSONL of questions to write.")
     flags.DEFINE_string("clusters", "", "JSONL of clusters to write, without questions.")
     entry.run_main(main)

@@ -26,7 +26,7 @@ from spell_jax.data import built, tfds_sets
 from spell_jax.data.clusters import CLOZE, Cluster, count_words
 from spell_jax.data.config import DataConfig, origin
 from spell_jax.data.questions import Question
-from spell_jax.runtime import entry
+from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import cloze
@@ -110,7 +110,7 @@ def _question(gap: Cloze, hidden: set[str], documents: tuple[str, ...]) -> Quest
 
 def main(_) -> None:
     values = flags.FLAGS
-    config = ClozeConfig(values.per_set, values.sets, values.shared_words, values.seed)
+    config = dataclass_flags.read(ClozeConfig, values)
     data = DataConfig(source=values.clusters, **tfds_sets.read_flags(values))
     source = built.open_source(
         origin(data), count_tokens=count_words, max_document_tokens=sys.maxsize
@@ -127,8 +127,5 @@ if __name__ == "__main__":
     flags.DEFINE_string("clusters", None, "Clusters, as data.source takes them.", required=True)
     tfds_sets.define_flags()
     flags.DEFINE_string("out", None, "JSONL of questions to write.", required=True)
-    flags.DEFINE_integer("per_set", ClozeConfig.per_set, "Questions with the same documents.")
-    flags.DEFINE_integer("sets", ClozeConfig.sets, "Most sets of a cluster.")
-    flags.DEFINE_integer("shared_words", ClozeConfig.shared_words, "Words in common; 0: none.")
-    flags.DEFINE_integer("seed", ClozeConfig.seed, "Seed of the selection.")
+    dataclass_flags.define(ClozeConfig)
     entry.run_main(main)

@@ -36,7 +36,7 @@ from absl import flags
 from spell_jax.data.clusters import SELECTIONS, ClusterReport, folder_texts, is_text
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import find_folder
-from spell_jax.runtime import entry
+from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.runtime.jsonl import read_records, write_json, write_records
 
@@ -171,7 +171,7 @@ def build(
 def main(_) -> None:
     logging.getLogger("data_pipeline").setLevel(logging.INFO)
     values = flags.FLAGS
-    config = SelectionConfig(values.max_tokens, values.selection, values.seed)
+    config = dataclass_flags.read(SelectionConfig, values)
     count = tokenizers.load(find_folder(values.tokenizer, "--tokenizer")).count
     domains = parse_domains(values.domain)
     print(json.dumps(build(domains, values.out, config, count, values.texts)))
@@ -181,8 +181,6 @@ if __name__ == "__main__":
     flags.DEFINE_multi_string("domain", None, "PATH:QUOTA of a domain; repeatable.", required=True)
     flags.DEFINE_string("tokenizer", None, "Policy folder; its tokenizer counts.", required=True)
     flags.DEFINE_string("out", None, "JSONL file to write.", required=True)
-    flags.DEFINE_integer("max_tokens", SelectionConfig.max_tokens, "Most tokens of a document.")
-    flags.DEFINE_enum("selection", SelectionConfig.selection, SELECTIONS, "Documents taken first.")
-    flags.DEFINE_integer("seed", 0, "Seed of the random selection.")
+    dataclass_flags.define(SelectionConfig)
     flags.DEFINE_bool("texts", False, "Whether lines are {'text'}, for spell_jax.sft.")
     entry.run_main(main)

@@ -40,7 +40,7 @@ from spell_jax.data.questions import Question
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import find_folder
 from spell_jax.question_sets.published import LAYOUTS, Draft, read_row
-from spell_jax.runtime import entry
+from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import read_json, read_records, write_json, write_records
 from spell_jax.selfplay.rules import normalize_answer
@@ -246,7 +246,7 @@ def _files(patterns: Sequence[str]) -> list[str]:
 def main(_) -> None:
     logging.getLogger("data_pipeline").setLevel(logging.INFO)
     values = flags.FLAGS
-    config = LongConfig(values.min_tokens, values.max_tokens, values.seed)
+    config = dataclass_flags.read(LongConfig, values)
     count = tokenizers.load(find_folder(values.tokenizer, "--tokenizer")).count
     print(json.dumps(build(values.rows, values.layout, values.out, config, count)))
 
@@ -256,9 +256,5 @@ if __name__ == "__main__":
     flags.DEFINE_enum("layout", None, list(LAYOUTS), "Layout of the rows.", required=True)
     flags.DEFINE_string("tokenizer", None, "Policy folder; its tokenizer counts.", required=True)
     flags.DEFINE_string("out", None, "JSONL file to write.", required=True)
-    flags.DEFINE_integer(
-        "min_tokens", LongConfig.min_tokens, "Least tokens of all documents; 0: no distractors."
-    )
-    flags.DEFINE_integer("max_tokens", LongConfig.max_tokens, "Most tokens of all documents.")
-    flags.DEFINE_integer("seed", 0, "Seed of targets, distractors and order.")
+    dataclass_flags.define(LongConfig)
     entry.run_main(main)

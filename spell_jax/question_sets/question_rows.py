@@ -33,7 +33,7 @@ from spell_jax.data.questions import Question
 from spell_jax.data.stream import batch_counts
 from spell_jax.question_sets.facts import NUMBER, means_the_same, other_forms
 from spell_jax.question_sets.rows import Row
-from spell_jax.runtime import entry
+from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import cloze, evidence
@@ -85,7 +85,7 @@ class QuestionRowConfig:
         check_least(self, "", rows=1, documents_read=1, documents_shown=1, seed=0)
         if not self.tasks or any(task not in TASKS for task in self.tasks):
             raise ValueError(f"tasks = {self.tasks}: must be one or more of {TASKS}")
-        if min(self.roles) < 0 or not any(self.roles):
+        if len(self.roles) != len(ROLES) or min(self.roles) < 0 or not any(self.roles):
             raise ValueError(f"roles = {self.roles}: must be shares of {ROLES}")
         if not 0 <= self.history_share <= 1:
             raise ValueError(f"history_share = {self.history_share}: must be from 0 to 1")
@@ -344,21 +344,7 @@ def _rows_of(
 def main(_) -> None:
     log.setLevel(logging.INFO)
     flag_values = flags.FLAGS
-    shares = [float(share) for share in flag_values.roles]
-    if len(shares) != len(ROLES):
-        raise flags.ValidationError(f"--roles = {flag_values.roles}: must be {len(ROLES)} shares")
-    config = QuestionRowConfig(
-        rows=flag_values.rows,
-        roles=(shares[0], shares[1], shares[2]),
-        tasks=tuple(flag_values.tasks),
-        documents_read=flag_values.documents_read,
-        documents_shown=flag_values.documents_shown,
-        history_share=flag_values.history_share,
-        computed=flag_values.computed,
-        answer_first=flag_values.answer_first,
-        numbered=flag_values.numbered,
-        seed=flag_values.seed,
-    )
+    config = dataclass_flags.read(QuestionRowConfig, flag_values)
     questions = [q for path in flag_values.questions for q in read_scorable(path, "--questions")]
     rows, counts = make_rows(questions, config, prompt_sets.load(flag_values.prompts))
     write_records(flag_values.out, map(dataclasses.asdict, rows))
@@ -368,29 +354,6 @@ def main(_) -> None:
 if __name__ == "__main__":
     flags.DEFINE_list("questions", None, "JSONL files of questions.", required=True)
     flags.DEFINE_string("out", None, "JSONL of rows to write.", required=True)
-    flags.DEFINE_integer("rows", QuestionRowConfig.rows, "Number of rows.")
-    flags.DEFINE_list(
-        "roles", list(map(str, QuestionRowConfig.roles)), f"Shares of {', '.join(ROLES)}."
-    )
-    flags.DEFINE_list("tasks", list(QuestionRowConfig.tasks), "Tasks, in equal shares.")
-    flags.DEFINE_integer(
-        "documents_read", QuestionRowConfig.documents_read, "Most, of a responder row."
-    )
-    flags.DEFINE_integer(
-        "documents_shown", QuestionRowConfig.documents_shown, "Most, of a questioner row."
-    )
-    flags.DEFINE_float(
-        "history_share", QuestionRowConfig.history_share, "Questioner rows with history."
-    )
-    flags.DEFINE_bool(
-        "computed", QuestionRowConfig.computed, "Use numbers that no document states."
-    )
-    flags.DEFINE_bool(
-        "answer_first", QuestionRowConfig.answer_first, "State the answer to questioners."
-    )
-    flags.DEFINE_bool(
-        "numbered", QuestionRowConfig.numbered, "Begin answers with the number of the document."
-    )
+    dataclass_flags.define(QuestionRowConfig)
     flags.DEFINE_string("prompts", "compact", "full, compact or a folder of templates.")
-    flags.DEFINE_integer("seed", QuestionRowConfig.seed, "Seed of all choices.")
     entry.run_main(main)

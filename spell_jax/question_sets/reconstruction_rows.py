@@ -21,7 +21,7 @@ from spell_jax.data import tfds_sets
 from spell_jax.data.clusters import count_words
 from spell_jax.data.config import DataConfig, open_clusters
 from spell_jax.question_sets.rows import Row
-from spell_jax.runtime import entry
+from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import prompts as prompt_sets
@@ -116,14 +116,7 @@ def _row(rng: np.random.Generator, posed: PromptedPuzzle) -> Row:
 
 def main(_) -> None:
     values = flags.FLAGS
-    config = ReconstructionRowConfig(
-        rows=values.rows,
-        options=tuple(map(int, values.options)),
-        prompt_words=values.prompt_words,
-        min_paragraph=values.min_paragraph,
-        max_paragraph=values.max_paragraph,
-        seed=values.seed,
-    )
+    config = dataclass_flags.read(ReconstructionRowConfig, values)
     # Whole texts, one in each cluster: make_puzzle chooses windows by words, before there is any
     # tokenizer to count tokens with.
     data = DataConfig(
@@ -143,17 +136,6 @@ if __name__ == "__main__":
     flags.DEFINE_string("source", None, "Texts, as data.source takes them.", required=True)
     tfds_sets.define_flags()
     flags.DEFINE_string("out", None, "JSONL of rows to write.", required=True)
-    flags.DEFINE_integer("rows", ReconstructionRowConfig.rows, "Number of rows.")
-    flags.DEFINE_list("options", list(map(str, ReconstructionRowConfig.options)), "Values of K.")
-    flags.DEFINE_integer(
-        "prompt_words", ReconstructionRowConfig.prompt_words, "Most words of a prompt."
-    )
-    flags.DEFINE_integer(
-        "min_paragraph", ReconstructionRowConfig.min_paragraph, "Fewest characters of an option."
-    )
-    flags.DEFINE_integer(
-        "max_paragraph", ReconstructionRowConfig.max_paragraph, "Most characters of an option."
-    )
+    dataclass_flags.define(ReconstructionRowConfig)
     flags.DEFINE_string("prompts", "compact", "full, compact or a folder of templates.")
-    flags.DEFINE_integer("seed", ReconstructionRowConfig.seed, "Seed of all choices.")
     entry.run_main(main)

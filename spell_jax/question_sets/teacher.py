@@ -55,7 +55,7 @@ from spell_jax.rollout import judge as judging
 from spell_jax.rollout.flags import check_model
 from spell_jax.rollout.judge import Judge
 from spell_jax.rollout.repliers import Replier, make_replier
-from spell_jax.runtime import distributed, durable, entry, fault_injection, paths
+from spell_jax.runtime import dataclass_flags, distributed, durable, entry, fault_injection, paths
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.runtime.jsonl import append_records, read_records, write_json
@@ -75,14 +75,24 @@ log = logging.getLogger("spell_jax.question_sets.teacher")  # a script's __name_
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings of a build. Invalid values raise ValueError."""
+    """Settings of a build. Invalid values raise ValueError.
 
-    attempts: int  # questions that the teacher is asked to write
-    batch: int = 256  # attempts processed together; a policy teacher is compiled for each batch
-    documents: int = 5  # m, documents that the questioner reads [paper: 5]
-    max_answer_tokens: int = parsing.MAX_ANSWER_TOKENS  # of a general_qa reference; else skipped
-    prompt_set: str = "full"  # "full", "compact" or a folder of templates
-    agreement: str = "judge"  # how agreement of questioner and responder is decided
+    Attributes:
+      attempts: questions that the teacher is asked to write.
+      batch: attempts processed together; a policy teacher is compiled for each batch.
+      documents: m, documents that the questioner reads [paper: 5].
+      max_answer_tokens: most tokens of a general_qa reference; longer ones are skipped.
+      prompt_set: "full", "compact" or a folder of templates.
+      agreement: rule for the agreement of questioner and responder, one of AGREEMENTS.
+      seed: seed of attempts and of a policy's sampling.
+    """
+
+    attempts: int
+    batch: int = 256
+    documents: int = 5
+    max_answer_tokens: int = parsing.MAX_ANSWER_TOKENS
+    prompt_set: str = "full"
+    agreement: str = "judge"
     seed: int = 0
 
     def __post_init__(self):
@@ -394,8 +404,7 @@ def open_clusters(flag_values: Any) -> tuple[TaskStream, Callable[[str], int]]:
 def main(_) -> None:
     start.setup()
     flag_values: Any = flags.FLAGS
-    fields = [field.name for field in dataclasses.fields(Settings)]
-    settings = Settings(**{name: getattr(flag_values, name) for name in fields})
+    settings = dataclass_flags.read(Settings, flag_values)
     out, sizes = pathlib.Path(flag_values.out), judging.read_sizes(flag_values)
     teacher = make_teacher(flag_values, out, sizes)
     judge = judging.judge_of_flags(flag_values, out, sizes)
@@ -410,13 +419,7 @@ def define_flags() -> None:
     flags.DEFINE_string("source", "", "Clusters, as data.source of a config: a path, or tiny.")
     tfds_sets.define_flags()
     flags.DEFINE_string("out", None, "Folder of the question set.", required=True)
-    flags.DEFINE_integer("attempts", None, "Number of questions to write.", required=True)
-    flags.DEFINE_integer("batch", Settings.batch, "Attempts processed together.")
-    flags.DEFINE_integer("documents", Settings.documents, "Documents that the questioner reads.")
-    flags.DEFINE_integer("max_answer_tokens", Settings.max_answer_tokens, "Of a general answer.")
-    flags.DEFINE_string("prompt_set", "full", "full, compact or a folder of templates.")
-    flags.DEFINE_enum("agreement", "judge", AGREEMENTS, "How agreement of answers is decided.")
-    flags.DEFINE_integer("seed", 0, "Seed of attempts and of a policy's sampling.")
+    dataclass_flags.define(Settings)
     flags.DEFINE_list("tasks", list(PAPER_TASKS), "Tasks of questions, with --source.")
     flags.DEFINE_enum("grouping", "similarity", GROUPINGS, "Grouping of a folder's documents.")
     flags.DEFINE_integer("documents_per_cluster", 20, "Size of a folder's clusters.")
