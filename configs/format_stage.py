@@ -3,7 +3,7 @@
     SQUAD=dev-v1.1.json; DATA=runs/real
     python -m spell_jax.question_sets.articles --rows=$SQUAD --articles=1-8 --paragraphs=1 \
         --per_article=120 --out=$DATA/format_questions.jsonl
-    python -m spell_jax.question_sets.question_rows --questions=$DATA/format_questions.jsonl \
+    python -m spell_jax.question_sets.rows --questions=$DATA/format_questions.jsonl \
         --out=$DATA/format_rows.jsonl --rows=800 --roles=.4,.6,0 --tasks=general_qa \
         --documents_read=1 --documents_shown=1 --history_share=0 --answer_first
     python -m spell_jax.sft --config=configs/format_stage.py --workdir=$DATA/start

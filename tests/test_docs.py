@@ -347,7 +347,7 @@ def test_reference_has_the_public_names_of_each_room():
     assert "::: spell_jax.trainer.loop.train\n" in pages["trainer"]
     assert "- `advantages.group_advantages`: rewards" in pages["learner"]
     assert "::: spell_jax.learner.packing.pack\n" in pages["learner"]  # second name of an entry
-    assert "::: spell_jax.question_sets.question_rows\n" in pages["question_sets"]  # a whole module
+    assert "::: spell_jax.question_sets.facts\n" in pages["question_sets"]  # a whole module
     assert "LossConfig" not in pages["learner"].partition(":::")[2], "is on the page of the config"
 
 

@@ -51,7 +51,7 @@ def find(root: pathlib.Path = ROOT) -> dict[str, Command]:
             flags = {
                 flag.name: flag
                 for module, part in [(name, tree), *_shared_flags(tree, source, root)]
-                for flag in _flags(part, module)
+                for flag in _flags(part, module, root)
             }
             name, text = name.removesuffix(".__main__"), ast.get_docstring(tree) or ""
             commands[name] = Command(name, text, tuple(flags.values()))
@@ -66,18 +66,18 @@ def _shared_flags(tree: ast.AST, source: str, root: pathlib.Path) -> Iterator[tu
         for alias in node.names:
             if re.search(rf"\b{alias.asname or alias.name}\.define_flags\(", source):
                 module = f"{node.module}.{alias.name}"
-                path = root.joinpath(*module.split(".")).with_suffix(".py")
-                for part in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                for part in ast.walk(_parse(module, root)):
                     if isinstance(part, ast.FunctionDef) and part.name == "define_flags":
                         yield module, part
 
 
-def _flags(tree: ast.AST, module: str) -> Iterator[Flag]:
+def _flags(tree: ast.AST, module: str, root: pathlib.Path) -> Iterator[Flag]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         if ast.unparse(node.func) == "dataclass_flags.define":
-            yield from _field_flags(tree, node, module)
+            fields = _fields(ast.unparse(node.args[0]), tree, root)
+            yield from (Flag(name, *texts, module) for name, texts in fields.items())
             continue
         function = ast.unparse(node.func).rpartition(".")[2]
         name = node.args[0] if node.args else None
@@ -92,16 +92,27 @@ def _flags(tree: ast.AST, module: str) -> Iterator[Flag]:
             yield Flag(name.value, _source(node.args[1]), _text(text), module)
 
 
-def _field_flags(tree: ast.AST, call: ast.Call, module: str) -> Iterator[Flag]:
-    """Yield the flags of a call of dataclass_flags.define with a class of the same module."""
-    name = ast.unparse(call.args[0])
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    section = next(node for node in classes if node.name == name)
-    texts = dataclass_flags.attribute_texts(ast.get_docstring(section) or "")
-    for field in section.body:
-        if isinstance(field, ast.AnnAssign):
-            name = ast.unparse(field.target)
-            yield Flag(name, _source(field.value), texts[name], module)
+def _fields(name: str, tree: ast.AST, root: pathlib.Path) -> dict[str, tuple[str, str]]:
+    """Return {field: (default, help)} of a dataclass that a module defines or imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+            return _fields(name, _parse(node.module or "", root), root)
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            bases = (_fields(ast.unparse(base), tree, root) for base in node.bases)
+            fields = {key: texts for base in bases for key, texts in base.items()}
+            helps = dataclass_flags.attribute_texts(ast.get_docstring(node) or "")
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign):
+                    key = ast.unparse(field.target)
+                    text = helps[key] if key in helps else fields[key][1]
+                    fields[key] = (_source(field.value), text)
+            return fields
+    raise ValueError(f"{name}: no class of the module")
+
+
+def _parse(module: str, root: pathlib.Path) -> ast.Module:
+    path = root.joinpath(*module.split(".")).with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _source(node: ast.expr | None) -> str:

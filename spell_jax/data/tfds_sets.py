@@ -218,10 +218,10 @@ def _one_line_errors(place: str | Path) -> Iterator[None]:
         raise ValueError(f"{place}: cannot be read ({_one_line(error)})") from error
 
 
-def define_flags() -> None:
+def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     """Define the flags FLAGS of a command that takes data.source in a flag of its own."""
     for name, meaning in FLAGS.items():
-        flags.DEFINE_string(name, "", meaning)
+        flags.DEFINE_string(name, "", meaning, flag_values=flag_values)
 
 
 def read_flags(flag_values: Any) -> dict[str, Any]:

@@ -5,11 +5,12 @@ Public names:
   articles, cloze: questions that people asked, and sentences with gaps.
   teacher: questions that a teacher model writes, with agreement as filter.
   long_documents: documents by domain and length.
-  rows.Row, rows.seeded_rows: a prompt and its completion, and a stream of rows.
+  rows.make_rows, rows.Row, rows.seeded_rows: rows of all roles from questions; a prompt with its
+    completion; a stream of rows.
   tiny_world_rows.world_demonstrations, tiny_world_rows.story_demonstrations: rows of generated
     worlds.
-  question_rows, facts, evidence_rows, reconstruction_rows: rows from questions, folders of texts,
-    evidence, and the order of paragraphs.
+  facts, evidence_rows, reconstruction_rows: questions and rows from folders of texts, evidence, and
+    the order of paragraphs.
 
 Must not import: `algorithms` and rooms above.
 """

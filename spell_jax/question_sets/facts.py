@@ -1,14 +1,10 @@
-"""Warm-start rows from a folder of real texts, made by rules without labels.
+"""Questions and rows from a folder of real texts, made by rules without labels.
 
 1. A fact is a number or a name together with its cue, the few words just before it in the same
    line. A fact counts only if its cue occurs once in the whole cluster.
-2. Questions ask for facts: which number or name follows a cue (for multiple choice, other values of
-   the cluster are the wrong options), or the difference of two numbers. Every question has passed
-   the parser that self-play uses.
-3. A questioner row quotes the fact and writes the question. A responder row quotes it and answers
-   from the documents. A verifier row compares the reference with the same value, in the same or
-   another form, or with another value.
-4. A reciter row is not part of self-play. Its completion repeats the documents in another order.
+2. Questions ask for facts: which number or name follows a cue, or the difference of two numbers.
+   Other values of the cluster are the wrong answers.
+3. question_sets/rows.py makes the rows of all roles, with the fact as the quoted evidence.
 
     python -m spell_jax.question_sets.facts --source=FOLDER --out=DIR
 
@@ -17,70 +13,81 @@ trained on such rows; and DIR/questions.jsonl, questions with answers about held
 train.py makes the same clusters of the folder, with that tokenizer and the same settings.
 """
 
-import argparse
+from __future__ import annotations
+
 import dataclasses
-import json
+import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
+from absl import flags
 
 from spell_jax.data import tfds_sets
-from spell_jax.data.clusters import LETTERS, PAPER_TASKS, Cluster, CountTokens, count_words
+from spell_jax.data.clusters import GROUPINGS, LETTERS, Cluster, CountTokens, count_words
 from spell_jax.data.config import DataConfig, open_clusters
-from spell_jax.data.stream import batch_counts
+from spell_jax.data.questions import Question
 from spell_jax.policy import tokenizer
-from spell_jax.question_sets.rows import Row
+from spell_jax.question_sets.rows import Row, RowConfig, make_item, make_rows
 from spell_jax.question_sets.tiny_world_rows import SYMBOLS
-from spell_jax.runtime import entry
-from spell_jax.runtime.config import check_least
+from spell_jax.question_sets.values import NUMBER, means_the_same, other_forms, read_number
+from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.runtime.progress import Ticker
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.memory import Entry
-from spell_jax.selfplay.numbers import Number, parse_number, same_number
-from spell_jax.selfplay.parsing import parse_question
-from spell_jax.selfplay.prompts import Prompts
 
-# Reciter rows teach a randomly initialized policy to find and copy text, faster than answers of a
-# few tokens do.
-ROLES = ("questioner", "responder", "verifier", "reciter")
 ROWS_FILE, QUESTIONS_FILE = "rows.jsonl", "questions.jsonl"
-VERDICT_SHARES = {"same": 0.25, "other form": 0.25, "different": 0.5}
 CUE_WORDS = 4
 LONGEST_CUE = 60  # characters
 LONGEST_NAME = 3  # words
 LARGEST_DIFFERENCE_TERM = 10_000
-RECITE = "recite"  # last line of a reciter's prompt
 
 WORD = re.compile(r"[^\s|]+")
-NUMBER = re.compile(r"\$?(?:0(?=\.)|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)(?:\.\d+)?%?")
 NAME = re.compile(r"[^\W\d_]{2,}(?:-[^\W\d_]+)*")
 FORBIDDEN_IN_CUE = re.compile(r"[\"'\\{}<>*`]")
 
 CLOSING = ".,;:!?"
-TRIES = 4  # failures in a row after which a cluster is not tried again for a task
-# Facts or documents of a cluster that one row chooses from. The bound keeps the time linear in the
-# number of rows, whatever the size of a cluster.
+# Facts of a cluster that its questions choose from. The bound keeps the time linear in the number
+# of questions, whatever the size of a cluster.
 MOST_CANDIDATES = 200
+MOST_DOCUMENTS = 200  # of a question
+PER_CLUSTER = 4  # questions of a cluster, at least: the history of a questioner row has up to two
+MOST_WRONG = 3  # wrong answers of a question, one for each wrong option
 LONGEST_WORD = 16  # characters; before there is a tokenizer, a longer word counts as several
-ROWS_PER_FACT = 10  # more are logged as a warning: they repeat the same few questions
+ROWS_PER_QUESTION = 10  # more are logged as a warning: they repeat the same few questions
 
-# Flags that are fields of DataConfig and of RowConfig.
+# Flags that are fields of DataConfig.
 _DATA_FLAGS = ("source", "grouping", "documents_per_cluster", "max_document_tokens", "held_out")
 _DATA_FLAGS += tuple(tfds_sets.FLAGS)
-_ROW_FLAGS = ("tasks", "documents_shown", "documents_read", "history_share", "difference_share")
 
-T = TypeVar("T")
-log = logging.getLogger(__name__)
+log = logging.getLogger("spell_jax.question_sets.facts")  # __name__ may be "__main__"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
+class FactRowConfig(RowConfig):
+    """Composition of the rows; the fields of RowConfig have other defaults.
+
+    Attributes:
+      difference_share: share of questions about numbers that ask for the difference of two.
+    """
+
+    rows: int = 12_000
+    roles: tuple[float, ...] = (0.25, 0.25, 0.15, 0.35)
+    documents_read: int = 3
+    thoughts: bool = True
+    difference_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.difference_share <= 1:
+            raise ValueError(f"difference_share = {self.difference_share}: must be from 0 to 1")
+
+
+@dataclasses.dataclass(frozen=True)
 class Fact:
     """A value in a document and the words that precede it."""
 
@@ -93,57 +100,6 @@ class Fact:
     def integer(self) -> int:
         """The value if it has digits only, else 0."""
         return int(self.value) if self.value.isdecimal() else 0
-
-
-@dataclass(frozen=True)
-class FactQuestion:
-    """A question made from facts of one cluster."""
-
-    completion: str  # of the questioner
-    quote: str  # the evidence, as both roles quote it before they answer; of a choice, with letter
-    documents: frozenset[int]  # indices of the documents that contain the evidence
-    question: str  # as the responder sees it
-    reference: str  # the answer as the parser returns it
-    answer: str  # as the responder writes it
-    wrong_answers: tuple[str, ...]  # values of the same kind in the cluster that differ in meaning
-
-
-@dataclass(frozen=True)
-class RowConfig:
-    """Composition of the rows.
-
-    Attributes:
-      tasks: tasks, in equal shares.
-      roles: role -> share, for each of ROLES; need not sum to 1.
-      documents_shown: m, number of documents that a questioner without history sees, at least 1.
-      documents_read: possible numbers of documents of a responder or reciter row, each at least 1;
-        fewer than a cluster has leave self-play room to improve.
-      history_share: share of questioner rows with one to three earlier questions.
-      difference_share: share of the financial_math questions that ask for the difference of two
-        numbers, where there are two.
-    """
-
-    tasks: tuple[str, ...] = PAPER_TASKS
-    roles: Mapping[str, float] = field(
-        default_factory=lambda: dict(zip(ROLES, (0.25, 0.25, 0.15, 0.35), strict=True))
-    )
-    documents_shown: int = 3
-    documents_read: tuple[int, ...] = (1, 2, 3)
-    history_share: float = 0.25
-    difference_share: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.tasks or any(task not in PAPER_TASKS for task in self.tasks):
-            raise ValueError(f"tasks = {self.tasks}: must be one or more of {PAPER_TASKS}")
-        shares = self.roles.values()
-        if {*self.roles} != {*ROLES} or min(shares) < 0 or not any(shares):
-            raise ValueError(f"roles = {dict(self.roles)}: must give each of {ROLES} a share")
-        check_least(self, "", documents_shown=1)
-        if not self.documents_read or min(self.documents_read) < 1:
-            raise ValueError(f"documents_read = {self.documents_read}: each must be at least 1")
-        for name in ("history_share", "difference_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be from 0 to 1")
 
 
 def find_facts(documents: Sequence[str]) -> list[Fact]:
@@ -164,13 +120,6 @@ def find_facts(documents: Sequence[str]) -> list[Fact]:
     return facts
 
 
-def _facts_by_task(documents: Sequence[str], tasks: Iterable[str]) -> dict[str, list[Fact]]:
-    """Find a cluster's facts that each task may ask for: only numbers for financial_math."""
-    facts = find_facts(documents)
-    numbers = [fact for fact in facts if fact.kind == "number"]
-    return {task: numbers if task == "financial_math" else facts for task in tasks}
-
-
 def _cues(words: Sequence[str]) -> list[tuple[str, ...]]:
     """Return all runs of CUE_WORDS words; run i ends just before word i + CUE_WORDS."""
     return [tuple(words[i : i + CUE_WORDS]) for i in range(len(words) - CUE_WORDS + 1)]
@@ -185,7 +134,7 @@ def _value(words: Sequence[str], position: int) -> tuple[str, str] | None:
     """Return (kind, value) of the non-zero number or the name that starts at this word, if any."""
     bare = words[position].rstrip(CLOSING)
     if NUMBER.fullmatch(bare):
-        return ("number", bare) if _number(bare) else None
+        return ("number", bare) if read_number(bare) else None
     # A capitalized word is a name only after a lower-case letter: any word may start a sentence.
     if not words[position - 1][-1].islower():
         return None
@@ -200,300 +149,165 @@ def _value(words: Sequence[str], position: int) -> tuple[str, str] | None:
     return ("name", " ".join(parts)) if parts else None
 
 
-def _number(text: str) -> Number | None:
-    return parse_number(text) if NUMBER.fullmatch(text) else None
-
-
-def means_the_same(left: str, right: str) -> bool:
-    """Return whether two values are too close to count as different in demonstrations.
-
-    Numbers are the same within the rule's tolerance (spec 5.3), texts if one contains the other.
-    """
-    first, second = _number(left), _number(right)
-    if first is not None and second is not None:
-        return same_number(first, second) or same_number(second, first)
-    left, right = left.casefold(), right.casefold()
-    return left in right or right in left
-
-
-def other_forms(value: str) -> list[str]:
-    """Return other ways to write a letter, a number or a name with the same meaning."""
-    if value in LETTERS:
-        return [f"({value})", f"{value}."]
-    if _number(value) is None:
-        forms = [value.upper(), value.lower(), f"{value}."]
-    else:
-        unit = "%" if value.endswith("%") else ""
-        plain = value.strip("$%").replace(",", "")
-        integer, point, fraction = plain.partition(".")
-        grouped = f"{int(integer):,}{point}{fraction}"
-        padded = f"{plain}0" if point else f"{plain}.0"
-        forms = [f"{form}{unit}" for form in (plain, grouped, padded, f"the number {plain}")]
-    return [form for form in forms if form != value]
-
-
-@dataclass
-class FolderRowMaker:
-    """Maker of rows from the facts of one cluster at a time.
-
-    `counts` has "clusters", "facts", "rejected TASK: REASON" (questions that the parser rejected)
-    and "skipped TASK" (tries in which a cluster's facts did not allow a question).
-    """
-
-    prompts: Prompts
-    config: RowConfig
-    rng: np.random.Generator
-    count_tokens: CountTokens
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def question(self, task: str, facts: Sequence[Fact], letter: str) -> FactQuestion | None:
-        """Make a question about a cluster's facts for a task, with the correct option at `letter`.
-
-        Returns None if the facts do not allow a question.
-        """
-        if not facts:
-            return None
-        facts = self._candidates(facts)
-        fact = facts[int(self.rng.integers(len(facts)))]
-        values = dict.fromkeys(
-            candidate.value for candidate in facts if candidate.kind == fact.kind
-        )
-        used, text, answer = [fact], f"which {fact.kind} follows: {fact.cue}", fact.value
-        is_difference = (
-            task == "financial_math" and self.rng.random() < self.config.difference_share
-        )
-        if is_difference and (pair := self._sample_pair(facts)):
-            used, answer = pair, str(pair[0].integer - pair[1].integer)
-            text = f"number after: {pair[0].cue} minus number after: {pair[1].cue}"
-        wrong_answers = [value for value in values if not means_the_same(value, answer)]
-        quote = " ".join(f"{fact.cue} {fact.value}" for fact in used)
-        # Values have a space in front, so that they have the same tokens as in the documents.
-        record: dict[str, object] = {"question": text, "answer": f" {answer}"}
-        if task == "multiple_choice":
-            options = self._sample_options(answer, wrong_answers, letter)
-            if options is None:
-                return None
-            record = {"question": text, "options": options, "answer": letter}
-            answer, wrong_answers = f"({letter})", [label for label in LETTERS if label != letter]
-            quote += answer  # the letter follows the value at the end of the quote
-        written = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
-        completion = f"<think> {quote}</think>{written}"
-        parsed = parse_question(completion, task, self.count_tokens)
-        if parsed.status != "accepted":
-            self.counts[f"rejected {task}: {parsed.reason}"] += 1
-            return None
-        documents = frozenset(fact.document for fact in used)
-        texts = parsed.question, parsed.answer, answer
-        return FactQuestion(completion, quote, documents, *texts, tuple(wrong_answers))
-
-    def row(
-        self, role: str, task: str, cluster: Cluster, facts: Sequence[Fact], letter: str
-    ) -> Row | None:
-        """Make a row of the role; return None if the cluster's facts do not allow a row."""
-        if role == "reciter":
-            shown = self._sample_documents(cluster, frozenset(), self._sample_count())
-            recited = [shown[int(index)] for index in self.rng.permutation(len(shown))]
-            return Row("\n".join([*shown, RECITE]), "\n".join(recited), role, task)
-        item = self.question(task, facts, letter)
-        if item is None:
-            return None
-        if role == "questioner":
-            prompt = self._questioner_prompt(task, cluster, facts, letter, item)
-            completion = item.completion
-        elif role == "responder":
-            shown = self._sample_documents(cluster, item.documents, self._sample_count())
-            prompt = self.prompts.responder(task, shown, item.question)
-            completion = f"<think> {item.quote}</think>answer is {item.answer}"
-        else:
-            answer, verdict = self._sample_comparison(item)
-            prompt = self.prompts.verifier(item.question, answer, item.reference)
-            completion = f"[[{verdict}]]"
-        return Row(prompt, completion, role, task)
-
-    def _questioner_prompt(
-        self, task: str, cluster: Cluster, facts: Sequence[Fact], letter: str, item: FactQuestion
-    ) -> str:
-        items = [item]
-        if self.rng.random() < self.config.history_share:
-            for _ in range(self.rng.integers(1, 4)):
-                past = self.question(task, facts, LETTERS[self.rng.integers(4)])
-                if past and past.quote not in [question.quote for question in items]:
-                    items.append(past)
-        needed_documents = frozenset().union(*(question.documents for question in items))
-        total = self.config.documents_shown + (len(needed_documents) if len(items) > 1 else 0)
-        history = [Entry((), past.question, past.reference) for past in items[1:]]
-        documents = self._sample_documents(cluster, needed_documents, total)
-        return self.prompts.questioner(task, documents, history, letter)
-
-    def _candidates(self, items: Sequence[T]) -> Sequence[T]:
-        """Return all items, or a sample of MOST_CANDIDATES if there are more, in order."""
-        if len(items) <= MOST_CANDIDATES:
-            return items
-        indices = self.rng.choice(len(items), MOST_CANDIDATES, replace=False)
-        return [items[index] for index in sorted(indices.tolist())]
-
-    def _sample_count(self) -> int:
-        return int(self.rng.choice(self.config.documents_read))
-
-    def _sample_documents(
-        self, cluster: Cluster, needed_documents: frozenset[int], total: int
-    ) -> list[str]:
-        """Return the needed documents and sampled others, up to `total`, in corpus order."""
-        candidates = self._candidates(range(len(cluster.documents)))
-        other_documents = [index for index in candidates if index not in needed_documents]
-        extra = self.rng.permutation(other_documents)[
-            : max(0, total - len(needed_documents))
-        ].tolist()
-        return [cluster.documents[int(index)] for index in sorted([*needed_documents, *extra])]
-
-    def _sample_options(
-        self, value: str, wrong_values: Sequence[str], letter: str
-    ) -> dict[str, str] | None:
-        """Return four options that differ in meaning, `value` at `letter`; None if too few."""
-        wrong: list[str] = []
-        for index in map(int, self.rng.permutation(len(wrong_values))):
-            if not any(means_the_same(wrong_values[index], option) for option in wrong):
-                wrong.append(wrong_values[index])
-            if len(wrong) == 3:
-                wrong.insert(LETTERS.index(letter), value)
-                return {name: f" {text}" for name, text in zip(LETTERS, wrong, strict=True)}
-        return None
-
-    def _sample_pair(self, facts: Sequence[Fact]) -> list[Fact] | None:
-        """Return two facts with small whole numbers, the larger first; None if impossible."""
-        small = [fact for fact in facts if 0 < fact.integer < LARGEST_DIFFERENCE_TERM]
-        if len(small) < 2:
-            return None
-        first, second = (small[i] for i in self.rng.choice(len(small), 2, replace=False))
-        if first.integer == second.integer:
-            return None
-        return [first, second] if first.integer > second.integer else [second, first]
-
-    def _sample_comparison(self, item: FactQuestion) -> tuple[str, str]:
-        """Sample (answer to compare with the reference, verdict)."""
-        answer = item.reference.strip()
-        kind = self.rng.choice(list(VERDICT_SHARES), p=list(VERDICT_SHARES.values()))
-        if kind == "same":
-            return answer, "YES"
-        if kind == "different" and item.wrong_answers:
-            return item.wrong_answers[self.rng.integers(len(item.wrong_answers))], "NO"
-        forms = other_forms(answer)
-        return forms[self.rng.integers(len(forms))], "YES"
-
-
-class _Turns:
-    """Clusters by index in shuffled rounds; one that fails TRIES times in a row is dropped."""
-
-    def __init__(self, indices: Iterable[int], rng: np.random.Generator) -> None:
-        self._tries, self._rng = dict.fromkeys(indices, TRIES), rng
-        self._order: list[int] = []
-
-    def make_row(self, attempt: Callable[[int], T | None]) -> T | None:
-        """Call `attempt` on the next clusters; return the first result that is not None, if any."""
-        while self._tries:
-            self._order = self._order or self._rng.permutation([*self._tries]).tolist()
-            index = self._order.pop()
-            if index not in self._tries:
-                continue
-            if (row := attempt(index)) is not None:
-                self._tries[index] = TRIES
-                return row
-            self._tries[index] -= 1
-            if not self._tries[index]:
-                del self._tries[index]
-        return None
-
-
-def make_rows(
+def make_questions(
     clusters: Sequence[Cluster],
-    prompts: Prompts,
-    rows: int,
+    tasks: Sequence[str],
+    count: int,
     seed: int,
-    config: RowConfig | None = None,
-    count_tokens: CountTokens = count_words,
+    difference_share: float = 0.0,
+    ticker: Ticker | None = None,
+) -> list[Question]:
+    """Make questions with known answers, until `count` of them suit each of the tasks.
+
+    They are fewer if the facts do not allow more. Clusters come in random order. Questions about
+    the same cluster stay together, PER_CLUSTER of them or more if it has the facts.
+    """
+    ticker = ticker or Ticker()
+    # Large clusters in parts: each row searches the documents of its question.
+    parts = [
+        cluster.documents[start : start + MOST_DOCUMENTS]
+        for cluster in clusters
+        for start in range(0, len(cluster.documents), MOST_DOCUMENTS)
+    ]
+    per_part = max(PER_CLUSTER, -(-count * len(tasks) // max(1, len(parts))))
+    missing, questions = dict.fromkeys(tasks, count), []
+    order = np.random.default_rng(seed).permutation(len(parts)).tolist()
+    # A few questions about each cluster, and only then the rest: rows show all of the corpus.
+    for first, last in ((0, per_part), (per_part, None)):
+        for number, index in enumerate(order, 1):
+            rng = np.random.default_rng([seed, index])
+            all_questions = _questions(parts[index], difference_share, rng)
+            for question in itertools.islice(all_questions, first, last):
+                suited = [t for t in tasks if missing[t] and make_item(question, t, LETTERS[0])]
+                questions += [question] if suited else []
+                missing.update({task: missing[task] - 1 for task in suited})
+            ticker.tick("{:,} questions about {:,} clusters", len(questions), number)
+            if not any(missing.values()):
+                return questions
+    return questions
+
+
+def _questions(
+    documents: tuple[str, ...], difference_share: float, rng: np.random.Generator
+) -> Iterator[Question]:
+    """Yield questions about the facts of a cluster, in random order."""
+    facts = find_facts(documents)
+    if len(facts) > MOST_CANDIDATES:
+        indices = rng.choice(len(facts), MOST_CANDIDATES, replace=False)
+        facts = [facts[index] for index in sorted(indices.tolist())]
+    order = [facts[index] for index in rng.permutation(len(facts))]
+    numbers = [fact for fact in order if fact.kind == "number"]
+    # In turn a number and any fact, because a third of the tasks asks for numbers alone.
+    turns = itertools.chain.from_iterable(itertools.zip_longest(numbers, order))
+    for fact in dict.fromkeys(fact for fact in turns if fact):
+        values = [candidate.value for candidate in facts if candidate.kind == fact.kind]
+        pair = None
+        if fact.kind == "number" and rng.random() < difference_share:
+            pair = _sample_pair(facts, rng)
+        if pair:
+            first, second = pair
+            text = f"number after: {first.cue} minus number after: {second.cue}"
+            answer = str(first.integer - second.integer)
+            yield _question("financial_math", documents, pair, text, answer, values, rng)
+        else:
+            text = f"which {fact.kind} follows: {fact.cue}"
+            yield _question("general_qa", documents, [fact], text, fact.value, values, rng)
+
+
+def _question(
+    task: str,
+    documents: tuple[str, ...],
+    facts: Sequence[Fact],
+    text: str,
+    answer: str,
+    values: Sequence[str],
+    rng: np.random.Generator,
+) -> Question:
+    return Question(
+        task,
+        documents,
+        text,
+        answer,
+        evidence=tuple(f"{fact.cue} {fact.value}" for fact in facts),
+        answers=(answer, *other_forms(answer)),
+        wrong=tuple(_sample_wrong(list(dict.fromkeys(values)), answer, rng)),
+        shown=tuple(sorted({fact.document for fact in facts})),
+    )
+
+
+def _sample_wrong(values: Sequence[str], answer: str, rng: np.random.Generator) -> list[str]:
+    """Sample at most MOST_WRONG values that differ in meaning, from the answer and each other."""
+    wrong: list[str] = []
+    for index in rng.permutation(len(values)).tolist():
+        if not any(means_the_same(values[index], text) for text in (answer, *wrong)):
+            wrong.append(values[index])
+        if len(wrong) == MOST_WRONG:
+            break
+    return wrong
+
+
+def _sample_pair(facts: Sequence[Fact], rng: np.random.Generator) -> list[Fact] | None:
+    """Return two facts with small whole numbers, the larger first; None if impossible."""
+    small = [fact for fact in facts if 0 < fact.integer < LARGEST_DIFFERENCE_TERM]
+    if len(small) < 2:
+        return None
+    first, second = (small[i] for i in rng.choice(len(small), 2, replace=False))
+    if first.integer == second.integer:
+        return None
+    return [first, second] if first.integer > second.integer else [second, first]
+
+
+def make_fact_rows(
+    clusters: Sequence[Cluster],
+    config: FactRowConfig,
+    prompts: prompt_sets.Prompts,
     ticker: Ticker | None = None,
 ) -> tuple[list[Row], Counter[str]]:
-    """Make `rows` rows in shuffled order; return them with the counts of FolderRowMaker.
+    """Make rows about the clusters' facts; the counts have "questions", and reasons without a row.
 
-    Raises ValueError if rows is below 1, or no cluster has enough facts for one of the tasks.
+    ValueError if the clusters have no facts for one of the tasks.
     """
-    if rows < 1:
-        raise ValueError(f"rows = {rows}: must be at least 1")
-    config, ticker = config or RowConfig(), ticker or Ticker()
-    rng = np.random.default_rng(seed)
-    maker = FolderRowMaker(prompts, config, rng, count_tokens)
+    ticker = ticker or Ticker()
     ticker.enter("finding facts")
-    facts: list[dict[str, list[Fact]]] = []
-    for cluster in clusters:
-        facts.append(_facts_by_task(cluster.documents, PAPER_TASKS))
-        ticker.tick("{:,} of {:,} clusters", len(facts), len(clusters))
-    num_facts = sum(len(cluster_facts["general_qa"]) for cluster_facts in facts)
-    maker.counts.update(clusters=len(clusters), facts=num_facts)
-    indices = range(len(clusters))
-    all_turns = _Turns(indices, rng)
-    turns = {task: _Turns((i for i in indices if facts[i][task]), rng) for task in config.tasks}
-
-    def make_row(role: str, task: str, letter: str) -> Row:
-        def attempt(index: int) -> Row | None:
-            row = maker.row(role, task, clusters[index], facts[index][task], letter)
-            if row is None:
-                maker.counts[f"skipped {task}"] += 1
-            return row
-
-        if row := (all_turns if role == "reciter" else turns[task]).make_row(attempt):
-            return row
-        raise ValueError(
-            f"tasks: found no facts for {task} in {len(clusters)} clusters; leave it out or make "
-            "the clusters larger"
-        )
-
+    # Rows of a role and a task have questions of their own, where there are enough facts.
+    count = -(-config.rows // len(config.tasks))
+    questions = make_questions(
+        clusters, config.tasks, count, config.seed, config.difference_share, ticker
+    )
     ticker.enter("making rows")
-    equal = dict.fromkeys(config.tasks, 1.0)
-    made_rows: list[Row] = []
-    for role, role_rows in batch_counts(rows, config.roles, dict.fromkeys(ROLES, rows)).items():
-        shares = batch_counts(role_rows, equal, dict.fromkeys(equal, role_rows))
-        for task, count in shares.items():
-            for number in range(count):
-                made_rows.append(make_row(role, task, LETTERS[number % len(LETTERS)]))
-                ticker.tick("{:,} of {:,} rows from {:,} facts", len(made_rows), rows, num_facts)
-    return [made_rows[i] for i in rng.permutation(len(made_rows))], maker.counts
+    try:
+        rows, counts = make_rows(questions, config, prompts)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} in {len(clusters)} clusters; leave the task out or make the clusters larger"
+        ) from error
+    return rows, counts + Counter(questions=len(questions))
 
 
-def make_questions(
-    clusters: Sequence[Cluster], prompts: Prompts, count: int, seed: int, tasks: Sequence[str]
-) -> list[dict[str, object]]:
-    """Make at most `count` records {"task", "documents", "question", "answer"} with known answers.
+def held_out_questions(
+    clusters: Sequence[Cluster], config: FactRowConfig, count: int
+) -> list[Question]:
+    """Make at most `count` questions of the tasks in turn, as a responder reads them."""
+    per_task = -(-count // len(config.tasks))
+    questions = make_questions(clusters, config.tasks, per_task, config.seed)
 
-    Tasks alternate. Clusters come in shuffled order; clusters without suitable facts are skipped.
-    """
-    rng = np.random.default_rng(seed)
-    maker = FolderRowMaker(prompts, RowConfig(tuple(tasks)), rng, count_words)
-    order = rng.permutation(len(clusters)).tolist()
-    facts: dict[int, dict[str, list[Fact]]] = {}  # by cluster, found once
-    records: list[dict[str, object]] = []
-    for number in range(TRIES * count):
-        index, task = order[number % len(order)], tasks[number % len(tasks)]
-        cluster = clusters[index]
-        if index not in facts:
-            facts[index] = _facts_by_task(cluster.documents, tasks)
-        item = maker.question(task, facts[index][task], LETTERS[number % len(LETTERS)])
-        if item is not None:
-            texts = {"question": item.question, "answer": item.reference.strip()}
-            records.append({"task": task, "documents": list(cluster.documents), **texts})
-        if len(records) == count:
-            break
-    return records
+    def of_task(task: str) -> Iterator[Question]:
+        for number, question in enumerate(questions):
+            item = make_item(question, task, LETTERS[number % len(LETTERS)])
+            if item is not None:
+                yield Question(task, question.documents, item.question, item.answer)
+
+    turns = itertools.zip_longest(*map(of_task, config.tasks))
+    asked_questions = filter(None, itertools.chain.from_iterable(turns))
+    return list(itertools.islice(asked_questions, count))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Read a folder of texts; write rows, tokenizer and questions (command-line entry)."""
-    flags = _flags().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    out, prompts = Path(flags.out), prompt_sets.load(flags.prompts)
+def write_files(flag_values: Any) -> None:
+    """Read a folder of texts; write rows, tokenizer and questions."""
+    out, prompts = Path(flag_values.out), prompt_sets.load(flag_values.prompts)
     out.mkdir(parents=True, exist_ok=True)
-    data = DataConfig(**{name: getattr(flags, name) for name in _DATA_FLAGS})
-    config = RowConfig(**{name: getattr(flags, name) for name in _ROW_FLAGS})
-
+    data = DataConfig(**{name: getattr(flag_values, name) for name in _DATA_FLAGS})
+    config = dataclass_flags.read(FactRowConfig, flag_values)
     ticker = Ticker()
 
     def read_clusters(count_tokens: CountTokens) -> list[list[Cluster]]:
@@ -506,29 +320,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return count_tokens(text)
 
         ticker.enter(f"reading {data.source}")
-        sources = open_clusters(data, flags.seed, count)
+        sources = open_clusters(data, config.seed, count)
         return [source.read(list(source.tasks)) for source in sources]
 
-    def make_training_rows(clusters: Sequence[Cluster], count_tokens: CountTokens):
-        return make_rows(clusters, prompts, flags.rows, flags.seed, config, count_tokens, ticker)
-
-    if flags.tokenizer:
-        words = tokenizer.load(flags.tokenizer)
+    if flag_values.tokenizer:
+        words = tokenizer.load(flag_values.tokenizer)
     else:
         # No tokenizer yet: rough sizes are close enough for the texts that it is trained on.
-        rows, _ = make_training_rows(read_clusters(_count_roughly)[0], _count_roughly)
+        rows, _ = make_fact_rows(read_clusters(_count_roughly)[0], config, prompts, ticker)
         ticker.enter(f"training a tokenizer on {len(rows):,} rows")
         texts = (row.prompt + row.completion for row in rows)
-        words = tokenizer.train(texts, flags.vocab_size, SYMBOLS)
+        words = tokenizer.train(texts, flag_values.vocab_size, SYMBOLS)
     words.save(out)
     training, held_out = read_clusters(words.count)
-    rows, counts = make_training_rows(training, words.count)
+    rows, counts = make_fact_rows(training, config, prompts, ticker)
     write_records(out / ROWS_FILE, map(dataclasses.asdict, rows))
     _log_summary(out / ROWS_FILE, len(rows), counts)
     if held_out:
         ticker.enter(f"making questions about {len(held_out):,} clusters")
-        questions = make_questions(held_out, prompts, flags.questions, flags.seed, flags.tasks)
-        write_records(out / QUESTIONS_FILE, questions)
+        questions = held_out_questions(held_out, config, flag_values.questions)
+        write_records(out / QUESTIONS_FILE, map(dataclasses.asdict, questions))
         log.info("%s: %d questions", out / QUESTIONS_FILE, len(questions))
 
 
@@ -537,51 +348,41 @@ def _count_roughly(text: str) -> int:
     return max(count_words(text), -(-len(text) // LONGEST_WORD))
 
 
-def _log_summary(path: Path, rows: int, counts: Mapping[str, int]) -> None:
-    facts, other_counts = counts["facts"], {k: n for k, n in counts.items() if k != "facts"}
-    log.info("%s: %d rows from %d facts; %s", path, rows, facts, other_counts)
-    if rows > ROWS_PER_FACT * facts:
+def _log_summary(path: Path, rows: int, counts: Counter[str]) -> None:
+    questions = counts["questions"]
+    log.info("%s: %d rows; %s", path, rows, dict(counts))
+    if rows > ROWS_PER_QUESTION * questions:
         log.warning(
-            "rows = %d: more than %g for each of the %d facts, so the rows repeat themselves; take "
-            "fewer rows or more documents",
-            *(rows, ROWS_PER_FACT, facts),
+            "rows = %d: more than %d for each of the %d questions about facts, so the rows repeat "
+            "themselves; take fewer rows or more documents",
+            *(rows, ROWS_PER_QUESTION, questions),
         )
 
 
-def _flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Warm-start rows from the texts of a folder.")
-    add = parser.add_argument
-    add("--source", required=True, help="folder of texts, JSONL of clusters, tfds:NAME, or build")
-    for name, meaning in tfds_sets.FLAGS.items():
-        add(f"--{name}", default="", help=meaning)
-    add("--out", required=True, help="folder to write")
-    add("--rows", type=int, default=12_000)
-    add("--questions", type=int, default=200, help="maximum number about held-out clusters")
-    add("--seed", type=int, default=0)
-    add("--tasks", type=_split, default=PAPER_TASKS, help="comma-separated")
-    add("--prompts", default="compact", help="full, compact, or a folder of templates")
-    add("--tokenizer", default="", help="folder with tokenizer.model; empty: train one")
-    add("--vocab_size", type=int, default=2048, help="pieces of the tokenizer to train")
-    add("--max_document_tokens", type=int, default=64)
-    add("--documents_per_cluster", type=int, default=4)
-    add("--documents_shown", type=int, default=2, help="documents that the questioner sees")
-    add(
-        "--documents_read",
-        type=lambda text: tuple(map(int, _split(text))),
-        default=(1, 2, 3),
-        help="possible numbers of documents that the responder reads, comma-separated",
-    )
-    add("--grouping", default="order", help="order or similarity")
-    add("--history_share", type=float, default=0.25)
-    add("--difference_share", type=float, default=0.0)
-    add("--held_out", type=float, default=0.05, help="share of clusters for --questions")
-    return parser
+def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
+    """Define the flags of the command."""
+    values: dict[str, Any] = {"flag_values": flag_values}
+    flags.DEFINE_string("source", None, "Texts, as data.source takes them.", **values)
+    flags.mark_flag_as_required("source", **values)
+    tfds_sets.define_flags(flag_values)
+    flags.DEFINE_string("out", None, "Folder to write.", **values)
+    flags.mark_flag_as_required("out", **values)
+    flags.DEFINE_enum("grouping", "order", GROUPINGS, "Grouping of a folder's documents.", **values)
+    flags.DEFINE_integer("documents_per_cluster", 4, "Size of a folder's clusters.", **values)
+    flags.DEFINE_integer("max_document_tokens", 64, "Longer documents are cut.", **values)
+    flags.DEFINE_float("held_out", 0.05, "Share of clusters for --questions.", **values)
+    flags.DEFINE_integer("questions", 200, "Most questions about held-out clusters.", **values)
+    flags.DEFINE_string("prompts", "compact", "full, compact or a folder of templates.", **values)
+    flags.DEFINE_string("tokenizer", "", "Folder of a tokenizer; empty: train one.", **values)
+    flags.DEFINE_integer("vocab_size", 2048, "Pieces of the tokenizer to train.", **values)
+    dataclass_flags.define(FactRowConfig, flag_values)
 
 
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
+def main(_) -> None:
+    logging.getLogger("spell_jax").setLevel(logging.INFO)
+    write_files(flags.FLAGS)
 
 
 if __name__ == "__main__":
-    with entry.user_errors():
-        main()
+    define_flags()
+    entry.run_main(main)

@@ -3,7 +3,7 @@
     python -m spell_jax.question_sets.padded --layout=musique --rows=DIR/musique*.jsonl
         --tokenizer=FOLDER --out=FILE.jsonl [--min_tokens=32768 --max_tokens=131072 --seed=0]
 
-1. The documents of all rows (question_rows.py) form a pool, each text once. Bad rows and unusable
+1. The documents of all rows (published.py) form a pool, each text once. Bad rows and unusable
    questions are logged or counted, and skipped.
 2. A target length is sampled uniformly from --min_tokens to --max_tokens for each question.
    Distractors are added to its own documents in random order until the target is reached, but never
@@ -111,7 +111,7 @@ class Builder:
         self._drafts: list[tuple[Draft, tuple[int, ...]]] = []
 
     def read_rows(self, path: str | os.PathLike[str], layout: str) -> None:
-        """Read a .json list or JSON lines of rows in a layout of question_rows.LAYOUTS."""
+        """Read a .json list or JSON lines of rows in a layout of published.LAYOUTS."""
         read = _read_list if pathlib.Path(path).suffix == ".json" else read_records
         rows, bad = read(path, functools.partial(read_row, LAYOUTS[layout]))
         self.counts["rows"] += len(rows) + bad

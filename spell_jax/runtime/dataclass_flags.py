@@ -27,10 +27,11 @@ _DEFINE = {
 _ENTRY = re.compile(r"^  (\w+): (.+(?:\n {4}.+)*)", re.M)
 
 
-def attribute_texts(docstring: str) -> dict[str, str]:
+def attribute_texts(*docstrings: str) -> dict[str, str]:
     """Return the text of each entry of `Attributes:`, in one line that begins with a capital."""
-    entries = inspect.cleandoc(docstring).partition("Attributes:")[2]
-    texts = {name: " ".join(text.split()) for name, text in _ENTRY.findall(entries)}
+    parts = [inspect.cleandoc(text).partition("Attributes:")[2] for text in docstrings]
+    entries = [entry for part in parts for entry in _ENTRY.findall(part)]
+    texts = {name: " ".join(text.split()) for name, text in entries}
     return {name: text[:1].upper() + text[1:] for name, text in texts.items()}
 
 
@@ -40,7 +41,8 @@ def define(cls: type, flag_values: flags.FlagValues = flags.FLAGS) -> None:
     Fields are texts, numbers, truth values or tuples; a tuple's flag is a comma-separated list. A
     field without any default is a required flag.
     """
-    texts = attribute_texts(cls.__doc__ or "")
+    bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
+    texts = attribute_texts(*(base.__doc__ or "" for base in bases))
     for field in dataclasses.fields(cls):
         default, required = field.default, field.default is dataclasses.MISSING
         kind, is_tuple = _kind(cls, field.name)

@@ -199,7 +199,9 @@ def test_paper_configs_hold_out_no_clusters(config):
 
 
 def test_folder_config_has_the_clusters_of_its_warm_start_rows():
-    flag_values = facts._flags().parse_args(["--source=texts", "--out=rows"])
+    flag_values = flags.FlagValues()
+    facts.define_flags(flag_values)
+    flag_values(["facts", "--source=texts", "--out=rows"])
     data = folder.get_config().data
     for name in ("max_document_tokens", "documents_per_cluster", "grouping", "held_out"):
         assert data[name] == getattr(flag_values, name)

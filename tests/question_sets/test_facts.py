@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from absl import flags
 
 from spell_jax.data.clusters import (
     LETTERS,
@@ -20,17 +21,16 @@ from spell_jax.data.clusters import (
 )
 from spell_jax.data.questions import read_questions
 from spell_jax.policy import tokenizer
-from spell_jax.question_sets import facts
+from spell_jax.question_sets import facts, values
 from spell_jax.question_sets.facts import (
-    RowConfig,
+    FactRowConfig,
     find_facts,
+    held_out_questions,
+    make_fact_rows,
     make_questions,
-    make_rows,
-    means_the_same,
-    other_forms,
 )
 from spell_jax.question_sets.rows import Row
-from spell_jax.runtime.progress import Ticker
+from spell_jax.question_sets.values import means_the_same, other_forms
 from spell_jax.selfplay import prompts
 from spell_jax.selfplay.parsing import parse_question, parse_verdict
 from spell_jax.selfplay.rules import score
@@ -51,6 +51,18 @@ def make_cluster(name: str, first: int) -> Cluster:
 
 CLUSTERS = [make_cluster(f"c{i}", 11 + 100 * i) for i in range(3)]
 COMPACT = prompts.load("compact")
+
+
+def write_files(*arguments: str) -> None:
+    """Run the command in this process."""
+    flag_values = flags.FlagValues()
+    facts.define_flags(flag_values)
+    flag_values(["facts", *arguments])
+    facts.write_files(flag_values)
+
+
+def make(clusters: list[Cluster], rows: int, **fields: Any) -> list[Row]:
+    return make_fact_rows(clusters, FactRowConfig(rows=rows, **fields), COMPACT)[0]
 
 
 def test_facts_follow_a_unique_cue() -> None:
@@ -88,23 +100,14 @@ def test_other_forms_differ_in_text_and_mean_the_same(value: str) -> None:
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    config = RowConfig(difference_share=0.3)
-    cluster_rows, counts = make_rows(CLUSTERS, COMPACT, 960, seed=0, config=config)
-    assert counts["clusters"] == 3
-    assert counts["facts"] > 60
-    return cluster_rows
+    return make(CLUSTERS, 960, difference_share=0.3)
 
 
 def test_rows_follow_the_role_and_task_shares(rows: list[Row]) -> None:
-    assert Counter(row.role for row in rows) == {
-        "questioner": 240,
-        "responder": 240,
-        "verifier": 144,
-        "reciter": 336,
-    }
+    counts = Counter(row.role for row in rows)
+    assert counts == {"questioner": 240, "responder": 240, "verifier": 144, "reciter": 336}
     counts = Counter((row.role, row.task) for row in rows)
     assert all(counts["questioner", task] == 80 for task in PAPER_TASKS)
-    assert [row.role for row in rows] != sorted(row.role for row in rows)
 
 
 def test_questioner_rows_are_accepted_and_quote_shown_documents(
@@ -127,37 +130,25 @@ def test_questioner_rows_are_accepted_and_quote_shown_documents(
         if " minus " not in parsed.question:
             quote = row.completion.removeprefix("<think> ").partition("</think>")[0]
             assert quote.removesuffix(f"({parsed.answer})") in row.prompt
-    assert letters == dict.fromkeys(LETTERS, 20)
+    assert {*letters} == {*LETTERS}
     assert 30 <= harder <= 90
 
 
-def test_responder_rows_show_few_documents_with_the_evidence() -> None:
-    config = RowConfig(documents_read=(2,), history_share=0.0)
-    cluster_rows, _ = make_rows(CLUSTERS[:1], COMPACT, 300, 0, config)
-    for row in cluster_rows:
+def test_responder_rows_show_the_evidence_and_earn_the_rule_reward() -> None:
+    questions = make_questions(CLUSTERS[:1], PAPER_TASKS, 300, seed=0)
+    answers = {question.question: question.answer for question in questions}
+    scores = []
+    for row in make(CLUSTERS[:1], 300, documents_read=2, history_share=0.0):
         if row.role == "responder":
-            documents = [text for text in CLUSTERS[0].documents if text in row.prompt]
-            assert len(documents) == 2
-            quote = row.completion.removeprefix("<think>").partition("</think>")[0]
+            documents = [d for d in CLUSTERS[0].documents if d in row.prompt]
+            assert len(documents) in (1, 2)
+            quote = row.completion.removeprefix("<think> ").partition("</think>")[0]
             evidence = quote[:-3] if row.task == "multiple_choice" else quote  # without "(A)"
-            assert evidence in " " + "\n".join(documents)
-
-
-def test_responder_rows_earn_the_rule_reward() -> None:
-    cluster_rows, _ = make_rows(CLUSTERS[:1], COMPACT, 900, 0, RowConfig(history_share=0.0))
-    references = {}
-    for row in cluster_rows:
-        if row.role == "questioner" and row.task != "multiple_choice":
-            parsed = parse_question(row.completion, row.task, count_words)
-            references[row.task, parsed.question] = parsed.answer
-    scores = [
-        score(row.completion, references[key], row.task)
-        for row in cluster_rows
-        if row.role == "responder"
-        and (key := (row.task, row.prompt.rpartition("\n")[2])) in references
-    ]
-    assert len(scores) > 50
-    assert set(scores) == {1.0}
+            assert evidence in "\n".join(documents)
+            if row.task != "multiple_choice":
+                answer = answers[row.prompt.rpartition("\n")[2]]
+                scores.append(score(row.completion, answer, row.task))
+    assert len(scores) == 50 and {*scores} == {1.0}
 
 
 def test_multiple_choice_answers_name_the_quoted_option(
@@ -168,7 +159,7 @@ def test_multiple_choice_answers_name_the_quoted_option(
         quote, _, letter = row.completion.partition("</think>answer is ")
         option = row.prompt.rpartition(f"\n{letter} ")[2].partition("\n")[0]
         assert quote.endswith(f" {option}{letter}")
-    assert Counter(row.completion[-2] for row in choice_rows) == dict.fromkeys(LETTERS, 20)
+    assert {row.completion[-2] for row in choice_rows} == {*LETTERS}
 
 
 def test_verifier_rows_are_balanced_and_correct(rows: list[Row]) -> None:
@@ -192,9 +183,8 @@ def test_verifier_rows_are_balanced_and_correct(rows: list[Row]) -> None:
 
 def test_equal_values_in_other_forms_are_never_judged_different() -> None:
     documents = ("All of us paid 5,000 and all of them paid 5000 or, less often, 5000.0 coins.",)
-    roles = {"questioner": 0, "responder": 0, "verifier": 1, "reciter": 0}
-    config = RowConfig(("general_qa",), roles)
-    verifier_rows, _ = make_rows([Cluster("a", documents)], COMPACT, 40, 0, config)
+    clusters = [Cluster("a", documents)]
+    verifier_rows = make(clusters, 40, tasks=("general_qa",), roles=(0, 0, 1))
     assert {row.completion for row in verifier_rows} == {"[[YES]]"}
 
 
@@ -213,9 +203,8 @@ def test_difference_answers_are_correct(rows: list[Row]) -> None:
 
 
 def test_rows_depend_on_the_seed_only(rows: list[Row]) -> None:
-    config = RowConfig(difference_share=0.3)
-    assert make_rows(CLUSTERS, COMPACT, 960, 0, config)[0] == rows
-    assert make_rows(CLUSTERS, COMPACT, 960, 1, config)[0] != rows
+    assert make(CLUSTERS, 960, difference_share=0.3) == rows
+    assert make(CLUSTERS, 960, difference_share=0.3, seed=1) != rows
 
 
 def test_reciter_rows_repeat_their_documents(rows: list[Row]) -> None:
@@ -223,11 +212,11 @@ def test_reciter_rows_repeat_their_documents(rows: list[Row]) -> None:
     for row in rows:
         if row.role == "reciter":
             shown_documents = [d for c in CLUSTERS for d in c.documents if d in row.prompt]
-            assert row.prompt == "\n".join([*shown_documents, "recite"])
+            assert len(row.prompt) == len("\n".join([*shown_documents, "recite"]))
             assert 1 <= len(shown_documents) <= 3
             recited_lines = row.completion.split("\n")
             assert sorted(recited_lines) == sorted("\n".join(shown_documents).split("\n"))
-            reordered += row.completion != "\n".join(shown_documents)
+            reordered += row.prompt != f"{row.completion}\nrecite"
     assert reordered > 50
 
 
@@ -269,8 +258,8 @@ class Counted:
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the characters scanned by patterns, and the calls of functions that cost more."""
     counts: Counter[str] = Counter()
-    for name in ("WORD", "NUMBER", "NAME"):
-        monkeypatch.setattr(facts, name, Counted(getattr(facts, name), counts))
+    for owner, name in ((facts, "WORD"), (facts, "NUMBER"), (values, "NUMBER"), (facts, "NAME")):
+        monkeypatch.setattr(owner, name, Counted(getattr(owner, name), counts))
 
     def count(owner: object, name: str) -> None:
         function = getattr(owner, name)
@@ -283,7 +272,6 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for name in ("means_the_same", "find_facts"):
         count(facts, name)
-    count(facts.FolderRowMaker, "row")
     return counts
 
 
@@ -317,18 +305,15 @@ def test_work_is_linear_in_the_text(
     total = sum(len(d) for c in clusters for d in c.documents)
     assert is_read == (total > 0.8 * size)
     assert max(len(d) for c in clusters for d in c.documents) <= 64 * facts.LONGEST_WORD
-    config = RowConfig(history_share=0.0)  # a question a row
-    cluster_rows, counts = make_rows(clusters, COMPACT, rows, 0, config, count)
-    assert counted <= 7 * total + 500 * rows
-    assert counts["facts"] > 20
-    if make is line and not as_folder:
-        assert counts["facts"] > 5 * facts.MOST_CANDIDATES
-    comparisons = facts.MOST_CANDIDATES + 9  # of a value with others
+    config = FactRowConfig(rows=rows, history_share=0.0)
+    cluster_rows, counts = make_fact_rows(clusters, config, COMPACT)
+    assert counted <= 7 * total
+    assert counts["questions"] >= 14
+    comparisons = 4 * facts.MOST_CANDIDATES  # of a value with the answer and three wrong ones
     assert work["means_the_same"] <= comparisons * rows
     assert work["scanned"] <= 8 * total + 4 * 20 * comparisons * rows
     assert sum(len(row.prompt + row.completion) for row in cluster_rows) <= 10_000 * rows
-    make_questions(clusters, COMPACT, 50, 0, PAPER_TASKS)
-    assert work["find_facts"] <= 2 * len(clusters)
+    assert work["find_facts"] <= 2 * (len(clusters) + total / facts.MOST_DOCUMENTS)
 
 
 def test_tokenizer_is_trained_on_short_rows_of_a_text_without_spaces(
@@ -345,80 +330,38 @@ def test_tokenizer_is_trained_on_short_rows_of_a_text_without_spaces(
     monkeypatch.setattr(tokenizer, "train", train)
     with pytest.raises(InterruptedError):
         arguments = [f"--source={tmp_path}", f"--out={tmp_path / 'out'}", "--held_out=0"]
-        facts.main([*arguments, "--rows=80"])
+        write_files(*arguments, "--rows=80")
     assert len(train_texts) == 80 and max(map(len, train_texts)) < 10_000
 
 
-@pytest.mark.parametrize("barren", ["Nothing here.", "Grain near the harbour was 7 pounds."])
-def test_clusters_without_questions_are_tried_a_few_times_only(
-    barren: str, work: Counter[str]
+def test_many_rows_of_few_questions_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The second text has one fact: no multiple choice."""
-    rows, barren_clusters = 120, [Cluster(f"b{i}", (barren,)) for i in range(400)]
-    make_rows([CLUSTERS[0], *barren_clusters], COMPACT, rows, 0)
-    failed = facts.TRIES * len(barren_clusters) if "7" in barren else 0
-    assert work["row"] <= facts.TRIES * rows + failed
-
-
-def test_progress_is_logged_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "spell_jax")
-    now = 0.0
-
-    def clock() -> float:
-        nonlocal now
-        now += 1.0
-        return now
-
-    make_rows(CLUSTERS, COMPACT, 40, 0, ticker=Ticker(clock))
-    lines = [record.getMessage() for record in caplog.records]
-    assert lines[:2] == ["finding facts", "making rows"]
-    facts = sum(len(find_facts(cluster.documents)) for cluster in CLUSTERS)
-    assert lines[2:] == [
-        f"making rows: {n} of 40 rows from {facts} facts" for n in (10, 20, 30, 40)
+    path, counts = tmp_path / "rows.jsonl", Counter(questions=126)
+    facts._log_summary(path, 1260, counts)
+    assert not caplog.messages
+    facts._log_summary(path, 12_000, counts)
+    assert caplog.messages == [
+        "rows = 12000: more than 10 for each of the 126 questions about facts, so the rows repeat "
+        "themselves; take fewer rows or more documents"
     ]
 
 
-def test_many_rows_of_few_facts_are_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "spell_jax")
-    path, counts = tmp_path / "rows.jsonl", Counter(facts=126, clusters=9)
-    facts._log_summary(path, 1260, counts)
-    assert caplog.messages == [f"{path}: 1260 rows from 126 facts; {{'clusters': 9}}"]
-    facts._log_summary(path, 12_000, counts)
-    assert caplog.messages[1] == f"{path}: 12000 rows from 126 facts; {{'clusters': 9}}"
-    assert caplog.messages[2] == (
-        "rows = 12000: more than 10 for each of the 126 facts, so the rows repeat themselves; take "
-        "fewer rows or more documents"
-    )
-
-
 def test_held_out_questions_have_answers_in_their_documents() -> None:
-    questions = make_questions(CLUSTERS, COMPACT, 30, 0, PAPER_TASKS)
-    assert Counter(item["task"] for item in questions) == dict.fromkeys(PAPER_TASKS, 10)
+    questions = held_out_questions(CLUSTERS, FactRowConfig(), 30)
+    assert Counter(item.task for item in questions) == dict.fromkeys(PAPER_TASKS, 10)
     for item in questions:
-        text = "\n".join(item["documents"])
-        answer = item["answer"]
-        if item["task"] == "multiple_choice":
-            answer = item["question"].partition(f"\n({answer}) ")[2].partition("\n")[0]
+        text, answer = "\n".join(item.documents), item.answer
+        if item.task == "multiple_choice":
+            answer = item.question.partition(f"\n({answer}) ")[2].partition("\n")[0]
         assert answer and answer.replace(",", "") in text.replace(",", "")
 
 
-def test_invalid_config_is_rejected() -> None:
-    with pytest.raises(ValueError, match="rows = 0"):
-        make_rows(CLUSTERS, COMPACT, 0, seed=0)
-    with pytest.raises(ValueError, match="documents_shown = 0"):
-        RowConfig(documents_shown=0)
-    with pytest.raises(ValueError, match="documents_read = "):
-        RowConfig(documents_read=(0, 2))
-    with pytest.raises(ValueError, match="history_share = 2"):
-        RowConfig(history_share=2)
-    with pytest.raises(ValueError, match="tasks = "):
-        RowConfig(tasks=("essay",))
-    with pytest.raises(ValueError, match="roles = "):
-        RowConfig(roles={"questioner": 1.0})
-    with pytest.raises(ValueError, match="no facts for financial_math in 1 clusters"):
-        make_rows([Cluster("a", ("We all once met Jane.",))], COMPACT, 9, seed=0)
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match="difference_share = 2"):
+        FactRowConfig(difference_share=2)
+    with pytest.raises(ValueError, match="for financial_math in 1 clusters; leave the task out"):
+        make([Cluster("a", ("We all once met Jane.",))], 9)
 
 
 def test_command_line_writes_rows_tokenizer_and_questions(
@@ -431,9 +374,9 @@ def test_command_line_writes_rows_tokenizer_and_questions(
     sizes = ["--documents_per_cluster=4", "--max_document_tokens=48", "--vocab_size=400"]
     sizes += ["--rows=40"]
     caplog.set_level(logging.INFO, "spell_jax")
-    facts.main([f"--source={source}", f"--out={out}", "--held_out=0.2", *sizes])
+    write_files(f"--source={source}", f"--out={out}", "--held_out=0.2", *sizes)
     phases = ["reading", "finding facts", "making rows", "training a tokenizer on 40 rows"]
-    phases += ["making questions", f"{out / 'rows.jsonl'}: 40 rows from "]
+    phases += ["making questions", f"{out / 'rows.jsonl'}: 40 rows; "]
     for phase in phases:
         assert any(message.startswith(phase) for message in caplog.messages), phase
     lines = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
@@ -456,14 +399,14 @@ def test_command_line_writes_rows_tokenizer_and_questions(
     )
     second_out = tmp_path / "other"
     arguments = [f"--source={source}", f"--tokenizer={out}", "--held_out=0", *sizes]
-    facts.main([*arguments, f"--out={second_out}"])
+    write_files(*arguments, f"--out={second_out}")
     assert tokenizer.load(second_out).model == words.model
     assert not (second_out / "questions.jsonl").exists()
 
 
 @pytest.mark.slow
 def test_questioner_rows_of_real_filings_are_accepted(spell_data: Path, tmp_path: Path) -> None:
-    facts.main([f"--source={spell_data / 'edgar' / 'dev'}", f"--out={tmp_path}", "--rows=300"])
+    write_files(f"--source={spell_data / 'edgar' / 'dev'}", f"--out={tmp_path}", "--rows=300")
     for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines():
         row = Row(**json.loads(line))
         if row.role == "questioner":

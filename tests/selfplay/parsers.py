@@ -23,7 +23,7 @@ from spell_jax.data.questions import Question
 from spell_jax.evaluation.benchmarks import long_documents, retrieval, short
 from spell_jax.evaluation.benchmarks.base import BenchmarkItem
 from spell_jax.evaluation.generated import haystack
-from spell_jax.question_sets import facts
+from spell_jax.question_sets import facts, values
 from spell_jax.runtime import endpoint
 from spell_jax.selfplay import (
     braces,
@@ -149,7 +149,7 @@ _ONE = (
         cloze.split_sentences,
         endpoint.read_retry_after,
         puzzles.split_paragraphs,
-        facts.other_forms,
+        values.other_forms,
     ),
 )
 # Read a text and an item of a benchmark. short.score_math is missing: it scores in a process.
@@ -159,7 +159,7 @@ _OF_ITEM = (
     *(short.score_letter, short.extract_math),
 )
 _COMPARE = (evidence.verbatim_share, rouge.rouge_l, rouge.rouge_l_recall, rouge.word_f1)
-_COMPARE += (facts.means_the_same,)
+_COMPARE += (values.means_the_same,)
 
 
 def _progress(text: str) -> float:

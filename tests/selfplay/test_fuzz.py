@@ -36,7 +36,7 @@ from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.algorithms.spell.record import make_record
 from spell_jax.data.clusters import Cluster, read_clusters
 from spell_jax.data.questions import read_questions
-from spell_jax.question_sets import facts
+from spell_jax.question_sets import values
 from spell_jax.rollout.judge import Judge
 from spell_jax.rollout.replies import Reply
 from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
@@ -70,7 +70,6 @@ NO_READERS = {
         "question_sets.long_documents",
         "question_sets.padded",
         "question_sets.published",
-        "question_sets.question_rows",
         "question_sets.reconstruction_rows",
         "question_sets.rows",
         "question_sets.teacher",
@@ -122,8 +121,8 @@ NO_READERS = {
     *("evidence.pairs_in_order", "evidence.best_chosen"),
     # These read answers by functions that are listed.
     *("eapo_evaluation.held_out_evidence", "algorithms.frozen_reader", "algorithms.progress"),
-    *("facts.make_rows", "facts.make_questions", "facts.main"),
-    *("facts.FolderRowMaker.question", "facts.FolderRowMaker.row"),
+    *("facts.make_fact_rows", "facts.make_questions", "facts.main", "facts.write_files"),
+    *("facts.define_flags", "facts.held_out_questions", "values.read_number"),
     *("memory.QuestionMemory.get", "memory.QuestionMemory.state_dict", "hops.join_hop"),
     *(f"probes.ProbeSet.{name}" for name in ("measure", "push", "state_dict", "load_state_dict")),
     *("held_out.Evaluation.full", "held_out.Evaluation.quick", "spell_evaluation.task_kind"),
@@ -275,8 +274,8 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "cloze.split_sentences": lambda texts: all(map(_is_text, texts)),
     "rouge.word_f1": _is_share,
     "facts.find_facts": lambda facts: all(fact.cue and fact.value for fact in facts),
-    "facts.means_the_same": _is_truth,
-    "facts.other_forms": lambda forms: all(map(_is_text, forms)),
+    "values.means_the_same": _is_truth,
+    "values.other_forms": lambda forms: all(map(_is_text, forms)),
     "hops.split_hops": lambda hops: _is_text(hops[0]) and all(map(_is_text, hops[1])),
     "memory.QuestionMemory.push": _is_truth,
     "probes.ProbeSet.progress": _is_share,
@@ -374,7 +373,7 @@ def test_fuzz_inputs_reach_all_parser_results() -> None:
 
 @pytest.mark.parametrize("text", ["9" * 5000, "$" + "9" * 5000 + ".5%", "1" + ",000" * 2000])
 def test_figures_too_long_for_python_have_other_forms(text: str) -> None:
-    assert f"{text}." in facts.other_forms(text)
+    assert f"{text}." in values.other_forms(text)
 
 
 def test_only_the_last_json_blocks_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:

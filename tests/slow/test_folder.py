@@ -8,12 +8,12 @@ import pathlib
 import pytest
 
 from spell_jax.configs import folder, folder_warm_start
-from spell_jax.question_sets import facts
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.trainer import loop, supervised
 from tests import noise
+from tests.question_sets.test_facts import write_files
 
 PLACES = ("Avalon", "Brobdingnag", "Camelot", "Dunsinane", "Elsinore", "Florin", "Gondor", "Hyrule")
 SIZES = ["--documents_per_cluster=4", "--max_document_tokens=48", "--held_out=0.3"]
@@ -39,7 +39,7 @@ def warm(documents, tmp_path_factory) -> pathlib.Path:
     """Make rows from a folder of texts and warm-start a policy; return the folder with both."""
     out = tmp_path_factory.mktemp("warm")
     arguments = [f"--source={documents}", f"--out={out}", "--vocab_size=400", "--rows=60"]
-    facts.main([*arguments, *SIZES])
+    write_files(*arguments, *SIZES)
     config = folder_warm_start.get_config()
     config.source, config.policy.tokenizer = str(out / "rows.jsonl"), str(out)
     config.steps, config.rows_per_step = 3, 8

@@ -13,9 +13,8 @@ import pytest
 
 from spell_jax.data.clusters import LETTERS, PAPER_TASKS, count_words
 from spell_jax.data.questions import Question
-from spell_jax.question_sets import question_rows
-from spell_jax.question_sets.question_rows import QuestionRowConfig, make_item, make_rows
-from spell_jax.question_sets.rows import Row
+from spell_jax.question_sets import rows as rows_module
+from spell_jax.question_sets.rows import Row, RowConfig, make_item, make_rows
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import prompts
 from spell_jax.selfplay.evidence import named_document
@@ -48,7 +47,7 @@ def rows_of(rows: list[Row], role: str) -> list[Row]:
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    config = QuestionRowConfig(rows=300, documents_read=3, documents_shown=3)
+    config = RowConfig(rows=300, documents_read=3, documents_shown=3)
     return make_rows(TEXTS + NUMBERS, config, COMPACT)[0]
 
 
@@ -75,7 +74,7 @@ def test_questioner_rows_pass_the_parser_and_show_the_evidence(rows):
 
 
 def test_history_shows_other_questions_with_their_documents():
-    config = QuestionRowConfig(rows=60, roles=(1, 0, 0), history_share=1.0, tasks=("general_qa",))
+    config = RowConfig(rows=60, roles=(1, 0, 0), history_share=1.0, tasks=("general_qa",))
     for row in make_rows(TEXTS, config, COMPACT)[0]:
         known_lines = [line for line in row.prompt.split("\n") if line.startswith("known: ")]
         assert 1 <= len(known_lines) <= 2
@@ -83,7 +82,7 @@ def test_history_shows_other_questions_with_their_documents():
         for line in known_lines:
             assert asked_question not in line
             question = next(q for q in TEXTS if q.question in line)
-            assert question_rows._own_first(question)[0] in row.prompt
+            assert rows_module._own_first(question)[0] in row.prompt
 
 
 def test_responder_rows_are_right_and_read_few_documents(rows):
@@ -96,13 +95,13 @@ def test_responder_rows_are_right_and_read_few_documents(rows):
         else:
             assert score(row.completion, question.answer, row.task) == 1.0
         shown = [text for text in question.documents if text in row.prompt]
-        assert question_rows._own_first(question)[0] in shown
+        assert rows_module._own_first(question)[0] in shown
         counts[len(shown)] += row.task == "general_qa"
     assert set(counts) == {1, 2, 3}
 
 
 def test_numbered_rows_name_the_own_document():
-    config = QuestionRowConfig(
+    config = RowConfig(
         rows=40, roles=(0, 1, 0), tasks=("general_qa",), documents_read=3, numbered=True
     )
     named = Counter()
@@ -110,7 +109,7 @@ def test_numbered_rows_name_the_own_document():
         question = next(q for q in TEXTS if q.question in row.prompt)
         index = named_document(row.completion)
         lines = row.prompt.split("\n")
-        assert lines[index] == f"[{index + 1}] {question_rows._own_first(question)[0]}"
+        assert lines[index] == f"[{index + 1}] {rows_module._own_first(question)[0]}"
         assert score(row.completion, question.answer, row.task) == 1.0
         named[index] += 1
     assert set(named) == {0, 1, 2}
@@ -118,7 +117,7 @@ def test_numbered_rows_name_the_own_document():
 
 def test_gaps_give_responder_rows():
     gap = Question("cloze", DOCUMENTS[:3], "The mayor of ____ sings.", "Lima", shown=(1,))
-    config = QuestionRowConfig(rows=8, roles=(0, 1, 0), tasks=("cloze",), documents_read=1)
+    config = RowConfig(rows=8, roles=(0, 1, 0), tasks=("cloze",), documents_read=1)
     for row in make_rows([gap], config, COMPACT)[0]:
         assert row.prompt == COMPACT.responder("cloze", [DOCUMENTS[1]], gap.question)
         assert score(row.completion, "Lima", row.task) == 1.0
@@ -129,7 +128,7 @@ def test_questioner_rows_of_gaps_quote_a_sentence_that_self_play_accepts():
     documents = (DOCUMENTS[0], f"It rained. {sentence}", DOCUMENTS[1])
     gap = Question("cloze", documents, "____ sings.", "Amil", evidence=(sentence,), shown=(1, 2))
     alone = dataclasses.replace(gap, documents=documents[:2], shown=(1,))
-    config = QuestionRowConfig(
+    config = RowConfig(
         rows=20, roles=(1, 0, 0), tasks=("cloze",), documents_shown=2, history_share=0
     )
     for row in make_rows([gap, alone], config, COMPACT)[0]:
@@ -180,30 +179,30 @@ def test_text_question_with_a_number_as_answer_also_asks_for_a_number():
 def test_computed_answers_are_left_out_and_counted():
     stated = Question("financial_math", (SALES,), "Sales in 2019?", "1250")
     settings = {"rows": 8, "tasks": ("financial_math",), "roles": (1, 1, 0)}
-    config = QuestionRowConfig(**settings, computed=False)
+    config = RowConfig(**settings, computed=False)
     rows, counts = make_rows([stated, *NUMBERS], config, COMPACT)
     assert len(rows) == 8 and all("1250" in row.completion for row in rows)
     assert counts["financial_math: computed answer"] >= 1
-    rows, counts = make_rows([stated, *NUMBERS], QuestionRowConfig(**settings), COMPACT)
+    rows, counts = make_rows([stated, *NUMBERS], RowConfig(**settings), COMPACT)
     assert any("150" in row.completion for row in rows) and not counts
 
 
 def test_task_without_a_question_is_an_error():
-    config = QuestionRowConfig(rows=9)
+    config = RowConfig(rows=9)
     with pytest.raises(ValueError, match="no question gives a row of the questioner for general"):
         make_rows(NUMBERS, config, COMPACT)
 
 
 def test_unusable_references_are_counted():
     long = Question("general_qa", ("x",), "What?", "word " * 41)
-    config = QuestionRowConfig(rows=2, roles=(1, 0, 0), tasks=("general_qa",))
+    config = RowConfig(rows=2, roles=(1, 0, 0), tasks=("general_qa",))
     rows, counts = make_rows([long, TEXTS[0]], config, COMPACT)
     assert len(rows) == 2 and counts["questioner: long_answer"] >= 1
 
 
 def test_rows_depend_only_on_the_seed():
     def make(seed: int) -> list[Row]:
-        return make_rows(TEXTS + NUMBERS, QuestionRowConfig(rows=30, seed=seed), COMPACT)[0]
+        return make_rows(TEXTS + NUMBERS, RowConfig(rows=30, seed=seed), COMPACT)[0]
 
     assert make(0) == make(0) != make(1)
 
@@ -222,7 +221,7 @@ def test_rows_depend_only_on_the_seed():
 )
 def test_bad_value_is_named(field, value):
     with pytest.raises(ValueError, match=field):
-        QuestionRowConfig(**{field: value})
+        RowConfig(**{field: value})
 
 
 @pytest.mark.slow
@@ -230,8 +229,37 @@ def test_command_writes_the_rows(tmp_path: Path):
     questions, out = tmp_path / "questions.jsonl", tmp_path / "rows.jsonl"
     write_records(questions, [vars(question) for question in TEXTS + NUMBERS])
     flags = [f"--questions={questions}", f"--out={out}", "--rows=12"]
-    command = [sys.executable, "-m", "spell_jax.question_sets.question_rows", *flags]
+    command = [sys.executable, "-m", "spell_jax.question_sets.rows", *flags]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout.splitlines()[-1])["rows"] == 12
     assert len(out.read_text().splitlines()) == 12
+
+
+def test_thoughts_quote_the_evidence_of_all_needed_documents():
+    documents = ("Costs were 12.", "It rained.", "Sales were 1,250.")
+    evidence = ("Sales were 1,250.", "Costs were 12.")
+    text = "Sales minus costs?"
+    question = Question("financial_math", documents, text, "1238", evidence, shown=(0, 2))
+    config = RowConfig(
+        rows=30, tasks=("financial_math",), thoughts=True, documents_read=3, history_share=0
+    )
+    for row in make_rows([question], config, COMPACT)[0]:
+        if row.role == "verifier":
+            continue
+        assert documents[0] in row.prompt and documents[2] in row.prompt
+        thought, _, answer = row.completion.partition("</think>")
+        assert thought == f"<think> {' '.join(evidence)}"
+        record = '{"question":"Sales minus costs?","answer":" 1238"}'
+        assert answer == (record if row.role == "questioner" else "answer is 1238")
+
+
+def test_a_fourth_share_gives_rows_that_recite_documents():
+    config = RowConfig(rows=20, roles=(0, 0, 0, 1), tasks=("general_qa",), documents_read=3)
+    counts = Counter()
+    for row in make_rows(TEXTS, config, COMPACT)[0]:
+        *shown, last = row.prompt.split("\n")
+        assert row.role == "reciter" and last == "recite"
+        assert sorted(row.completion.split("\n")) == sorted(shown)
+        counts[len(shown)] += 1
+    assert {*counts} == {1, 2, 3}
