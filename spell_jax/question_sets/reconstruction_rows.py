@@ -77,7 +77,11 @@ def make_rows(
         order = order or rng.permutation(len(texts)).tolist()
         # In turn, so that all values of K have equally many rows, up to one.
         options = config.options[len(rows) % len(config.options)]
-        posed = _pose(rng, texts[order.pop()], options, config, prompts)
+        # As the algorithm does by default, without neighboring gaps.
+        lengths, text = (config.min_paragraph, config.max_paragraph), texts[order.pop()]
+        posed = puzzles.pose(
+            rng, text, options, lengths, False, prompts, count_words, config.prompt_words
+        )
         failures = 0 if posed.puzzle else failures + 1
         if posed.puzzle:
             rows.append(_row(rng, posed))
@@ -87,24 +91,6 @@ def make_rows(
         if failures >= TRIES * len(texts):
             raise ValueError(f"source: no text gives a puzzle of {options} options: {dict(counts)}")
     return rows, counts
-
-
-def _pose(
-    rng: np.random.Generator,
-    text: str,
-    options: int,
-    config: ReconstructionRowConfig,
-    prompts: Prompts,
-) -> PromptedPuzzle:
-    """Make a puzzle as the algorithm does by default, without neighboring gaps."""
-
-    def make_puzzle(window: str) -> tuple[puzzles.Puzzle | None, str]:
-        lengths = config.min_paragraph, config.max_paragraph
-        return puzzles.make_puzzle(rng, window, options, *lengths, adjacent=False, gap=prompts.gap)
-
-    return puzzles.make_prompted_puzzle(
-        make_puzzle, prompts.reconstruction, rng, text, count_words, config.prompt_words
-    )
 
 
 def _row(rng: np.random.Generator, posed: PromptedPuzzle) -> Row:

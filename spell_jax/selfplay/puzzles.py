@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from spell_jax.data.clusters import BORDERS, CountTokens
 from spell_jax.selfplay.braces import last_box
+from spell_jax.selfplay.prompts import Prompts
 from spell_jax.selfplay.rules import visible_text
 
 LABELS = tuple("ABCDEFGH")  # letters of the options; the paper's largest K is 8
@@ -194,35 +195,37 @@ def make_puzzle(
     return Puzzle(document, dict(sorted(paragraphs.items())), truth, tuple(removed)), ""
 
 
-def make_prompted_puzzle(
-    make: Callable[[str], tuple[Puzzle | None, str]],
-    write_prompt: Callable[[str, Mapping[str, str]], str],
+def pose(
     rng: np.random.Generator,
     text: str,
+    options: int,
+    lengths: tuple[int, int],
+    adjacent: bool,
+    prompts: Prompts,
     count_tokens: CountTokens,
     prompt_cap: int,
     cut: bool = True,
 ) -> PromptedPuzzle:
     """Make a puzzle with a prompt that fits the token cap, from a text or (`cut`) a window.
 
-    `make` maps a text to (puzzle, reason), like make_puzzle; `write_prompt` maps (document,
-    options) to the prompt; `rng` places the window of a long text.
+    `lengths` are the fewest and most characters of an option; see make_puzzle.
     """
     # The prompt of an empty puzzle has the words that every prompt needs.
-    room = prompt_cap - count_tokens(write_prompt("", {}))
+    room = prompt_cap - count_tokens(prompts.reconstruction("", {}))
     for _ in range(_CUT_ATTEMPTS if cut else 1):
         first, last = cut_window(rng, text, count_tokens, room) if cut else (0, len(text))
         if first == last:
             break
-        puzzle, reason = make(text[first:last])
+        window = text[first:last]
+        puzzle, reason = make_puzzle(rng, window, options, *lengths, adjacent, prompts.gap)
         if puzzle is None:
             return PromptedPuzzle(reason=reason)
-        prompt = write_prompt(puzzle.document, puzzle.options)
+        prompt = prompts.reconstruction(puzzle.document, puzzle.options)
         excess = count_tokens(prompt) - prompt_cap
         if excess <= 0:
             return PromptedPuzzle(puzzle, "", prompt, (first, last), last - first < len(text))
         # The markers and letters of this puzzle take as much room in the next.
-        room = count_tokens(text[first:last]) - excess
+        room = count_tokens(window) - excess
     return PromptedPuzzle(reason=OVERLONG)
 
 

@@ -58,7 +58,7 @@ LARGEST = 1_000_000
 NO_READERS = {
     *(
         "algorithms.reconstruction_evaluation",
-        "puzzles.make_prompted_puzzle",
+        "puzzles.pose",
     ),
     *("prompts.Prompts.gap", "puzzles.gap_marker"),
     *("puzzles.chance_rewards", "puzzles.options_of"),

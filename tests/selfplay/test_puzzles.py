@@ -9,6 +9,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -195,12 +196,11 @@ def ask(document: str, options) -> str:
 def pose(
     text: str, cap: int, options: int = 3, seed: int = 0, count=count_words, cut: bool = True
 ) -> puzzles.PromptedPuzzle:
-    rng = np.random.default_rng(seed)
-
-    def make_one(part: str):
-        return puzzles.make_puzzle(rng, part, options, 1, 1000)
-
-    return puzzles.make_prompted_puzzle(make_one, ask, rng, text, count, cap, cut)
+    rng, prompts = (
+        np.random.default_rng(seed),
+        SimpleNamespace(reconstruction=ask, gap=puzzles.gap_marker),
+    )
+    return puzzles.pose(rng, text, options, (1, 1000), True, prompts, count, cap, cut)
 
 
 def test_prompts_stay_within_the_token_limit():

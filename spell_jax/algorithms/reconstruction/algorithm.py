@@ -142,23 +142,17 @@ def pose(
     context: AlgorithmContext,
 ) -> PromptedPuzzle:
     """Make a puzzle of K options from a cluster's joined documents, or say why there is none."""
-
-    def make(text: str) -> tuple[puzzles.Puzzle | None, str]:
-        min_paragraph, max_paragraph = config.min_paragraph, config.max_paragraph
-        return puzzles.make_puzzle(
-            rng,
-            text,
-            options,
-            min_paragraph,
-            max_paragraph,
-            config.adjacent_gaps,
-            context.prompts.gap,
-        )
-
     # Paragraphs end at blank lines, so no paragraph reaches across two documents.
-    text, ask = "\n\n".join(cluster.documents), context.prompts.reconstruction
-    return puzzles.make_prompted_puzzle(
-        make, ask, rng, text, context.count_tokens, context.prompt_cap, config.cut_documents
+    return puzzles.pose(
+        rng,
+        "\n\n".join(cluster.documents),
+        options,
+        (config.min_paragraph, config.max_paragraph),
+        config.adjacent_gaps,
+        context.prompts,
+        context.count_tokens,
+        context.prompt_cap,
+        config.cut_documents,
     )
 
 
