@@ -39,7 +39,7 @@ from absl import flags
 from spell_jax.data.questions import Question
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import find_folder
-from spell_jax.question_sets.published import LAYOUTS, Draft, read_row
+from spell_jax.question_sets.published import LAYOUTS, giveaways, read_row
 from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import read_json, read_records, write_json, write_records
@@ -108,7 +108,8 @@ class Builder:
         self.left_out: Counter[str] = Counter()  # reason -> number of unusable questions
         self._tasks: Counter[str] = Counter()
         self._lengths: list[int] = []
-        self._drafts: list[tuple[Draft, tuple[int, ...]]] = []
+        # Questions without their documents, and the indices of these in the pool.
+        self._drafts: list[tuple[Question, tuple[int, ...]]] = []
 
     def read_rows(self, path: str | os.PathLike[str], layout: str) -> None:
         """Read a .json list or JSON lines of rows in a layout of published.LAYOUTS."""
@@ -146,17 +147,17 @@ class Builder:
             self._lengths.append(total)
             self.counts["distractors"] += len(indices) - len(own_indices)
             documents = tuple(self.pool.texts[index] for index in rng.permutation(indices))
-            text = draft.question, draft.answer, draft.evidence, draft.answers
-            yield Question(draft.task, documents, *text)
+            yield dataclasses.replace(draft, documents=documents)
 
     def _pad(
-        self, draft: Draft, own_indices: Sequence[int], rng: np.random.Generator
+        self, draft: Question, own_indices: Sequence[int], rng: np.random.Generator
     ) -> tuple[list[int], int, str]:
         """Add distractors: pool indices, their tokens, and "" or why the question is left out."""
         config, pool = self.config, self.pool
         target = int(rng.integers(config.min_tokens, config.max_tokens + 1))
         target = target if config.min_tokens else 0
         indices, total = list(own_indices), sum(pool.tokens[index] for index in own_indices)
+        phrases = giveaways(draft)
         if total > config.max_tokens:
             return indices, total, "longer than max_tokens"
         for index in rng.permutation(len(pool.texts)).tolist():
@@ -167,7 +168,7 @@ class Builder:
                 continue
             # It might support the answer a second time. Reports are full of numbers, and any text
             # of "no", so such answers have no giveaways.
-            if pool.contains(index, draft.giveaways):
+            if pool.contains(index, phrases):
                 self.counts["with_answer"] += 1  # skipped distractors
                 continue
             indices.append(index)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from spell_jax.data.questions import Question
 from spell_jax.selfplay import given_questions, rules
 from spell_jax.selfplay.numbers import number_text
 
@@ -27,48 +27,34 @@ _UNITS = {name: f" State it in {name}s." for name in ("thousand", "million", "bi
 _UNITS |= {"": "", "percent": " State it in percent."}
 
 
-@dataclass(frozen=True)
-class Draft:
-    """Question of a published row, before it is padded."""
-
-    task: str  # one of TASKS in spell_jax/data/clusters.py
-    question: str
-    answer: str
-    documents: tuple[str, ...]  # some may already be distractors
-    evidence: tuple[str, ...]  # passages; not yet checked to be quotes of the documents
-    # Normalized answer and aliases, which no added document may contain. Empty for numbers, yes and
-    # no, which may occur anywhere.
-    giveaways: tuple[str, ...] = ()
-    answers: tuple[str, ...] = ()  # all right ones, `answer` among them; (): only `answer`
-
-
-# Parser of a row: yields a draft per question, or the reason why a question is unusable. Raises
+# Parser of a row: yields each question, or the reason why it is unusable. Raises
 # KeyError, TypeError, AttributeError or ValueError if the row does not match the layout.
-Reader = Callable[[Mapping[str, Any]], Iterator[Draft | str]]
+Reader = Callable[[Mapping[str, Any]], Iterator[Question | str]]
 
 
-def read_row(reader: Reader, row: Any) -> list[Draft | str]:
-    """Parse a row: for each question, its draft or the reason why it is unusable.
+def read_row(reader: Reader, row: Any) -> list[Question | str]:
+    """Parse a row: each question, or the reason why it is unusable.
 
     Raises ValueError, KeyError, TypeError or AttributeError if the row has another layout.
     """
     if not isinstance(row, dict):
         raise TypeError(f"must be an object, is {type(row).__name__}")
-    return [_checked(draft) for draft in reader(row)]
+    return [_checked(question) for question in reader(row)]
 
 
-def _checked(draft: Draft | str) -> Draft | str:
-    if isinstance(draft, str):
-        return draft
-    texts = (draft.question, draft.answer, *draft.documents, *draft.evidence, *draft.answers)
+def _checked(question: Question | str) -> Question | str:
+    if isinstance(question, str):
+        return question
+    texts = (question.question, question.answer, *question.documents, *question.evidence)
+    texts += question.answers
     "".join(texts).encode()  # raises on lone surrogates, which UTF-8 cannot encode
     if not all(text.strip() for text in texts):
         raise ValueError("question, answer, documents and evidence must not be blank")
-    scorable = given_questions.scores_itself(draft.answer, draft.task)
-    return draft if scorable else "rule cannot score the answer"
+    scorable = given_questions.scores_itself(question.answer, question.task)
+    return question if scorable else "rule cannot score the answer"
 
 
-def musique(row: Mapping[str, Any]) -> Iterator[Draft | str]:
+def musique(row: Mapping[str, Any]) -> Iterator[Question | str]:
     """Parse a MuSiQue row.
 
     Layout: {"paragraphs": [{"title", "paragraph_text", "is_supporting"}], "question", "answer",
@@ -83,7 +69,7 @@ def musique(row: Mapping[str, Any]) -> Iterator[Draft | str]:
     yield _multi_hop(row, documents, evidence, row.get("answer_aliases", []))
 
 
-def hotpotqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
+def hotpotqa(row: Mapping[str, Any]) -> Iterator[Question | str]:
     """Parse a row of HotpotQA (facts without a sentence are skipped) or 2WikiMultihopQA.
 
     Layout: {"context", "supporting_facts", "question", "answer"}. "context" is [[title, [sentence,
@@ -108,17 +94,22 @@ def _multi_hop(
     documents: Sequence[str],
     evidence: Sequence[str],
     aliases: Sequence[str] = (),
-) -> Draft:
+) -> Question:
     if not evidence:
         raise ValueError("no supporting paragraph or sentence")
     question, answer = _text(row["question"]), _text(row["answer"])
-    texts = tuple(documents), tuple(dict.fromkeys(evidence))
-    giveaways = _giveaways(answer, *aliases)
-    answers = tuple(dict.fromkeys((answer, *filter(str.strip, aliases)))) if aliases else ()
-    return Draft("general_qa", question, answer, *texts, giveaways, answers)
+    answers = (answer, *(alias for alias in map(_text, aliases) if alias.strip()))
+    return Question(
+        "general_qa",
+        tuple(documents),
+        question,
+        answer,
+        tuple(dict.fromkeys(evidence)),
+        tuple(dict.fromkeys(answers)) if aliases else (),
+    )
 
 
-def tatqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
+def tatqa(row: Mapping[str, Any]) -> Iterator[Question | str]:
     """Parse a TAT-QA row.
 
     Layout: {"table": {"uid", "table": [[cell, ...], ...]}, "paragraphs": [{"order", "text"}],
@@ -151,8 +142,7 @@ def tatqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
         # TAT-QA keeps the scale beside the answer; without it "5.2" and "5,200" would both be
         # right.
         question = f"Report {name}: {_text(qa['question'])}{unit}"
-        giveaways = _giveaways(reference) if task == "general_qa" else ()
-        yield Draft(task, question, reference, (document,), tuple(evidence), giveaways)
+        yield Question(task, (document,), question, reference, tuple(evidence))
 
 
 def _rows_of(table: Mapping[str, Sequence[str]], clues: Sequence[str]) -> list[str]:
@@ -171,7 +161,7 @@ def _figures(text: str) -> list[str]:
     return [figure.replace(",", "") for figure in _FIGURE.findall(text)]
 
 
-def convfinqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
+def convfinqa(row: Mapping[str, Any]) -> Iterator[Question | str]:
     """Parse a ConvFinQA row in the layout of Program of Thoughts; tables are lines of "a | b".
 
     Layout: {"id", "questions": [...], "answer", "text", "table", "golden_text", "golden_table"}.
@@ -192,7 +182,7 @@ def convfinqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
     task = "general_qa" if isinstance(answer, str) else "financial_math"
     reference = answer if isinstance(answer, str) else _number(answer)
     stripped_evidence = tuple(quote.strip() for quote in evidence if quote.strip())
-    yield Draft(task, question, reference, (document,), stripped_evidence)
+    yield Question(task, (document,), question, reference, stripped_evidence)
 
 
 LAYOUTS: dict[str, Reader] = {
@@ -203,14 +193,17 @@ LAYOUTS: dict[str, Reader] = {
 }
 
 
-def _giveaways(*answers: str) -> tuple[str, ...]:
-    """Return the normalized answers that have letters, without yes and no."""
-    # Years and other numbers, yes and no occur in any text by chance.
-    normal = (rules.normalize_answer(_text(answer)) for answer in answers)
-    uncommon_answers = [
-        text for text in normal if re.search(r"[^\W\d_]", text) and text not in _COMMON
-    ]
-    return tuple(dict.fromkeys(uncommon_answers))
+def giveaways(question: Question) -> tuple[str, ...]:
+    """Return the normalized right answers that no added document may contain.
+
+    Years and other numbers, yes and no occur in any text by chance, and may occur.
+    """
+    if question.task != "general_qa":
+        return ()
+    answers = map(rules.normalize_answer, question.right)
+    return tuple(
+        dict.fromkeys(a for a in answers if re.search(r"[^\W\d_]", a) and a not in _COMMON)
+    )
 
 
 def _text(value: Any) -> str:

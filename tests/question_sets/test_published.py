@@ -6,32 +6,33 @@ import json
 
 import pytest
 
-from spell_jax.question_sets.published import LAYOUTS, Draft, read_row
+from spell_jax.data.questions import Question
+from spell_jax.question_sets.published import LAYOUTS, giveaways, read_row
 from tests.question_sets import published_rows as rows
 
 
-def drafts(layout: str, row: dict) -> list[Draft]:
+def drafts(layout: str, row: dict) -> list[Question]:
     outcomes = read_row(LAYOUTS[layout], row)
-    assert all(isinstance(draft, Draft) for draft in outcomes)
-    return [draft for draft in outcomes if isinstance(draft, Draft)]
+    assert all(isinstance(draft, Question) for draft in outcomes)
+    return [draft for draft in outcomes if isinstance(draft, Question)]
 
 
 def test_musique_evidence_is_its_supporting_paragraphs():
     (draft,) = drafts("musique", rows.musique(3))
-    assert draft == Draft(
+    assert draft == Question(
         "general_qa",
-        "What is the seat of the county of Town 3?",
-        "Castle3 Rock",
         (
             "Town 3\nTown 3 lies in county 3.",
             "Hill 3\nHill 3 is of no use here.",
             "County 3\nThe seat of county 3 is Castle3 Rock.",
             "Everywhere\nThis paragraph is in every row.",
         ),
+        "What is the seat of the county of Town 3?",
+        "Castle3 Rock",
         ("Town 3 lies in county 3.", "The seat of county 3 is Castle3 Rock."),
-        ("castle3 rock", "cr3"),
         ("Castle3 Rock", "CR3"),
     )
+    assert giveaways(draft) == ("castle3 rock", "cr3")
 
 
 def test_unanswerable_musique_rows_are_left_out():
@@ -43,7 +44,7 @@ def test_hotpotqa_evidence_is_its_supporting_sentences():
     assert draft.documents[0] == "Town 5\nTown 5 is old. Band 5 is from it."
     assert draft.evidence == ("Band 5 is from it.", "Band 5 plays drums.")
     assert all(any(quote in text for text in draft.documents) for quote in draft.evidence)
-    assert (draft.task, draft.giveaways) == ("general_qa", ("band 5",))
+    assert (draft.task, giveaways(draft)) == ("general_qa", ("band 5",))
 
 
 def test_hotpotqa_rows_may_have_lists_of_columns():
@@ -66,7 +67,7 @@ def test_missing_supporting_facts_are_ignored():
 @pytest.mark.parametrize("answer", ["yes", "No", "1974", "1.5"])
 def test_common_answers_have_no_giveaways(answer):
     (draft,) = drafts("hotpotqa", rows.hotpotqa(5, answer=answer))
-    assert draft.giveaways == ()
+    assert giveaways(draft) == ()
 
 
 def test_tatqa_row_gives_several_questions_about_one_report():
@@ -77,23 +78,22 @@ def test_tatqa_row_gives_several_questions_about_one_report():
     )
     span, change, several, count, figure, percent = outcomes
     assert several == "answer is multi-span"
-    assert span == Draft(
+    assert span == Question(
         "general_qa",
+        (document,),
         "Report 00000007: How are contracts?",
         "fixed7",
-        (document,),
         ("Contracts of firm 7 are fixed7.",),
-        ("fixed7",),
     )
-    assert isinstance(change, Draft) and isinstance(count, Draft)
-    assert (change.task, change.answer, change.giveaways) == ("financial_math", "-12.6", ())
+    assert isinstance(change, Question) and isinstance(count, Question)
+    assert (change.task, change.answer, giveaways(change)) == ("financial_math", "-12.6", ())
     assert change.question.endswith("What is the change in Others? State it in millions.")
     assert change.evidence == ("The table is in millions.", "Others | 44.1 | 56.7")
     assert (count.task, count.answer) == ("financial_math", "2")
     assert count.evidence == ("Sensors | $1,452.4 | 900", "Others | 44.1 | 56.7")
-    assert isinstance(figure, Draft) and isinstance(percent, Draft)
+    assert isinstance(figure, Question) and isinstance(percent, Question)
     assert (figure.task, figure.answer) == ("general_qa", "$1,452.4")
-    assert figure.evidence == ("Sensors | $1,452.4 | 900",) and figure.giveaways == ()
+    assert figure.evidence == ("Sensors | $1,452.4 | 900",) and giveaways(figure) == ()
     # No row has the figures of the derivation: the whole table is the evidence.
     assert len(percent.evidence) == 3 and percent.question.endswith("State it in percent.")
 

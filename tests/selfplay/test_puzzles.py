@@ -196,10 +196,8 @@ def ask(document: str, options) -> str:
 def pose(
     text: str, cap: int, options: int = 3, seed: int = 0, count=count_words, cut: bool = True
 ) -> puzzles.PromptedPuzzle:
-    rng, prompts = (
-        np.random.default_rng(seed),
-        SimpleNamespace(reconstruction=ask, gap=puzzles.gap_marker),
-    )
+    rng = np.random.default_rng(seed)
+    prompts = SimpleNamespace(reconstruction=ask, gap=puzzles.gap_marker)
     return puzzles.pose(rng, text, options, (1, 1000), True, prompts, count, cap, cut)
 
 

@@ -33,7 +33,7 @@ from spell_jax.data.samples import Sample
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.question_sets import padded
-from spell_jax.question_sets.published import LAYOUTS, Draft, read_row
+from spell_jax.question_sets.published import LAYOUTS, read_row
 from spell_jax.rollout import worker as worker_module
 from spell_jax.rollout.replies import Prompt
 from spell_jax.rollout.worker import PendingCall, RolloutWorker
@@ -136,7 +136,7 @@ def short_questions(spell_data, tmp_path_factory) -> pathlib.Path:
         for layout in ("musique", "hotpotqa")
         for row in rows_of(spell_data, layout)
         for draft in read_row(LAYOUTS[layout], row)
-        if isinstance(draft, Draft)
+        if isinstance(draft, Question)
     ]
     multi_hop_questions = [
         Question(d.task, d.documents, d.question, d.answer, d.evidence) for d in drafts
@@ -515,7 +515,7 @@ def check_rlvr(
 def test_rule_accepts_references_and_few_other_answers(spell_data, layout) -> None:
     """A right answer earns 1; one for another question earns 1 only by chance."""
     drafts = [d for row in rows_of(spell_data, layout) for d in read_row(LAYOUTS[layout], row)]
-    drafts = [d for d in drafts if isinstance(d, Draft)]
+    drafts = [d for d in drafts if isinstance(d, Question)]
     statements = [f"The answer is {d.answer}" for d in drafts]
     assert all(
         rules.score(s, d.answer, d.task) == 1 for s, d in zip(statements, drafts, strict=True)
