@@ -238,7 +238,7 @@ def _question(
 def _sample_wrong(values: Sequence[str], answer: str, rng: np.random.Generator) -> list[str]:
     """Sample at most MOST_WRONG values that differ in meaning, from the answer and each other."""
     wrong: list[str] = []
-    for index in rng.permutation(len(values)).tolist():
+    for index in map(int, rng.permutation(len(values))):
         if not any(means_the_same(values[index], text) for text in (answer, *wrong)):
             wrong.append(values[index])
         if len(wrong) == MOST_WRONG:

@@ -44,10 +44,11 @@ def define(cls: type, flag_values: flags.FlagValues = flags.FLAGS) -> None:
     bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
     texts = attribute_texts(*(base.__doc__ or "" for base in bases))
     for field in dataclasses.fields(cls):
-        default, required = field.default, field.default is dataclasses.MISSING
+        default: Any = field.default
+        required = default is dataclasses.MISSING
         kind, is_tuple = _kind(cls, field.name)
         value = None if required else list(map(str, default)) if is_tuple else default
-        define_flag = flags.DEFINE_list if is_tuple else _DEFINE[kind]
+        define_flag: Any = flags.DEFINE_list if is_tuple else _DEFINE[kind]
         define_flag(
             field.name, value, texts[field.name], flag_values=flag_values, required=required
         )
