@@ -83,6 +83,7 @@ NO_READERS = {
     *("evaluation.harness", "evaluation.harness_model", "evaluation.loglikelihood"),
     *("rollout.judge", "rollout.replies", "rollout.text_model", "rollout.worker", "rollout.flags"),
     *("algorithms.base", "algorithms.registry", "algorithms.algorithm"),
+    *("algorithms.dry", "rollout.repliers"),  # they write texts, and ask models
     *("held_out.share", "held_out.by_row"),
     *(
         "algorithms.config",
