@@ -24,9 +24,8 @@ from ml_collections import ConfigDict
 from spell_jax.algorithms import config as algorithm_config
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.eapo import algorithm as eapo
-from spell_jax.algorithms.spell import algorithm as spell
+from spell_jax.algorithms.spell import answering, frozen_reader, questioner
 from spell_jax.algorithms.spell import config as spell_config
-from spell_jax.algorithms.spell import frozen_reader
 from spell_jax.configs import tiny
 from spell_jax.data.config import is_generated
 from spell_jax.learner import update
@@ -242,7 +241,7 @@ def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
         "score_answer": lambda answer, reference, *_: float(answer == reference),
         "same_answer": lambda first, second, *_: first == second,
     }
-    for module in (spell, spell_config):
+    for module in (answering, questioner, spell_config):
         monkeypatch.setattr(module, "parsing", fake_parsing)
     for module in (algorithm_config, frozen_reader):
         monkeypatch.setattr(module, "rules", SimpleNamespace(**vars(rules) | fakes))

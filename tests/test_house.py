@@ -474,11 +474,13 @@ def test_comments_and_docs_keep_their_share(counts):
 
 
 def test_reading_path_stays_short(counts):
-    assert 20 <= counts["files of the reading path"] <= 25
+    # SPELL's questioner, answers and groups have files of their own, because RLVR and preference
+    # algorithms compose them: three files, with 110 lines of imports, constructors and docstrings.
+    assert 20 <= counts["files of the reading path"] <= 28
     # 150 of these lines are names in `Attributes:` sections of public classes, which the API pages
     # show. Comments beside the fields would take fewer lines, but stay out of these pages. 60 lines
     # are switches between the paper's text and its public code.
-    assert counts["lines of the reading path"] <= 5260
+    assert counts["lines of the reading path"] <= 5370
 
 
 @pytest.mark.slow

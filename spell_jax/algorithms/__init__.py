@@ -4,6 +4,7 @@ An algorithm asks models through coroutines, and knows no sampler, mesh or optim
 
 Public names:
   base.Algorithm, base.AlgorithmContext: what every algorithm implements and receives.
+  episode.QuestionEpisode, episode.responder_groups: an episode and GRPO groups to start from.
   registry.ALGORITHMS, registry.read_algorithm: algorithms by name, with their configs.
   config.AlgorithmConfig: fields of all algorithms.
   held_out.Evaluation: what a held-out evaluation implements.

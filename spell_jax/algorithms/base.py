@@ -1,7 +1,7 @@
 """The interface between an algorithm and the trainer.
 
 An episode is a frozen dataclass of the algorithm's own. Nothing changes it after `rollout` returned
-it: `groups`, `metrics` and `record` are functions of their arguments.
+it: `groups` and `metrics` are functions of their arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from spell_jax.rollout.replies import AskModels
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay.prompts import Prompts
 
-Episode = Any  # a frozen dataclass of the algorithm
 # (seed, step): the entropy of all numpy generators of a step, default_rng([*key]),
 # default_rng([*key, 1]), ... A resumed run therefore repeats its random numbers.
 Key = tuple[int, int]
@@ -57,6 +56,17 @@ class AlgorithmContext:
     teacher_prompt: Callable[[str], Sequence[int]] | None = None
 
 
+class Episode(Protocol):
+    """Documents and record of an episode; algorithms/episode.py has a class to start from."""
+
+    @property
+    def cluster(self) -> Cluster: ...
+
+    def record(self) -> dict[str, Any]:
+        """Return the episode as a JSON-able dict for the run's files."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Annotation:
     """Use of one episode in the update.
@@ -84,7 +94,7 @@ class Algorithm(Protocol):
         episodes = algorithm.rollout(ask, key, step)
         groups, annotations = algorithm.groups(episodes, key)
         metrics = algorithm.metrics(episodes)
-        lines = [algorithm.record(e, a) for e, a in zip(episodes, annotations)]
+        lines = records(episodes, annotations)
     """
 
     @property
@@ -101,25 +111,19 @@ class Algorithm(Protocol):
         """Names of the models that are trained, on the groups with their name."""
         ...
 
-    def rollout(self, ask: AskModels, key: Key, step: int) -> Sequence[Episode]:
+    def rollout(self, ask: AskModels, key: Key, step: int) -> Sequence[Any]:
         """Sample the episodes of a step (from 1) and advance the state that `state_dict` saves."""
         ...
 
     def groups(
-        self, episodes: Sequence[Episode], key: Key
+        self, episodes: Sequence[Any], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
         """Return training groups of all trained models, if any, and an annotation per episode."""
         ...
 
-    def metrics(self, episodes: Sequence[Episode]) -> Metrics:
+    def metrics(self, episodes: Sequence[Any]) -> Metrics:
         """Return the metrics of a step over all episodes, trained on or not."""
         ...
-
-    def record(self, episode: Episode, annotation: Annotation) -> dict[str, Any]:
-        """Convert an episode and its use to a JSON-able dict for the run's files."""
-        ...
-
-    def cluster(self, episode: Episode) -> Cluster: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next rollout depends on besides weights, seed and step, JSON-able."""
@@ -128,10 +132,15 @@ class Algorithm(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+def make_record(episode: Episode, annotation: Annotation) -> dict[str, Any]:
+    """Return an episode and its use as a line of the run's files."""
+    use = {"advantages": dict(annotation.advantages), "used": dict(annotation.used)}
+    return episode.record() | use
+
+
 def records(
-    algorithm: Algorithm, episodes: Iterable[Episode], annotations: Iterable[Annotation]
+    episodes: Iterable[Episode], annotations: Iterable[Annotation]
 ) -> Iterator[dict[str, Any]]:
     """Yield each record with the documents of the cluster, as EpisodeWriter takes them."""
     for episode, annotation in zip(episodes, annotations, strict=True):
-        documents = list(algorithm.cluster(episode).documents)
-        yield algorithm.record(episode, annotation) | {"documents": documents}
+        yield make_record(episode, annotation) | {"documents": list(episode.cluster.documents)}

@@ -1,9 +1,15 @@
-"""Episodes of one question with a group of answers: rewards, training groups, external judge."""
+"""Episodes of one question with a group of answers: record, metrics, groups, external judge.
+
+An episode's fields with the metadata `recorded` are the lines of the run's files, so an algorithm
+that adds a field to its episode writes no code for its record.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 from typing import Any, Self, TypeVar
 
 from spell_jax.algorithms.base import USED, Annotation
@@ -13,6 +19,31 @@ from spell_jax.rollout.judge import JudgeFunction
 from spell_jax.rollout.replies import Replies, Reply
 from spell_jax.runtime import distributed
 from spell_jax.runtime.metrics import Metrics
+
+
+def recorded(
+    name: str = "", write: Callable[[Any], Any] | None = None, omit_empty: bool = False
+) -> Mapping[str, Any]:
+    """Return the metadata of a field that is part of the record.
+
+    Args:
+      name: name in the record; empty: the field's name.
+      write: function from the field's value to a JSON value; None: `_to_json`.
+      omit_empty: whether records leave out an empty value.
+    """
+    return {"recorded": (name, write or _to_json, omit_empty)}
+
+
+def texts_of(reply: Reply | None) -> list[str]:
+    return list(reply.texts) if reply else []
+
+
+def only_text(reply: Reply | None) -> str | None:
+    return reply.texts[0] if reply else None
+
+
+def _to_json(value: Any) -> Any:
+    return [_to_json(part) for part in value] if isinstance(value, tuple) else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +56,8 @@ class QuestionEpisode:
       status: "accepted", or where the episode ended: "overlong" (a prompt over the cap), or a word
         of the algorithm's.
       reason: one word for why the episode ended, for counting.
+      template: prompt in the record, in which {documents[i]} stands for a text of the cluster;
+        empty: the record's other fields tell it.
       question: text of the question.
       reference: answer that the responder's answers are compared with.
       response: responder's reply, of G answers; None if the episode ended before.
@@ -38,19 +71,22 @@ class QuestionEpisode:
       dropped_texts: texts of a prompt without a reply, because algorithm.truncated = "drop".
     """
 
-    task: str
-    cluster: Cluster
+    task: str = field(metadata=recorded())
+    cluster: Cluster = field(metadata=recorded(write=lambda cluster: cluster.id))
     _: dataclasses.KW_ONLY
-    status: str = "overlong"
-    reason: str = ""
-    question: str = ""
-    reference: str = ""
-    response: Reply | None = None
-    predictions: tuple[str | None, ...] = ()
+    # Documents of up to 16K tokens would repeat in every line: placeholders stand for the texts,
+    # which the writer stores once.
+    template: str = field(default="", metadata=recorded("prompt"))
+    status: str = field(default="overlong", metadata=recorded())
+    reason: str = field(default="", metadata=recorded())
+    question: str = field(default="", metadata=recorded())
+    reference: str = field(default="", metadata=recorded())
+    response: Reply | None = field(default=None, metadata=recorded("answers", texts_of))
+    predictions: tuple[str | None, ...] = field(default=(), metadata=recorded())
     stated: tuple[str | None, ...] = ()
-    rule: tuple[float, ...] = ()
-    judge: tuple[int | None, ...] = ()
-    scores: tuple[float, ...] = ()
+    rule: tuple[float, ...] = field(default=(), metadata=recorded())
+    judge: tuple[int | None, ...] = field(default=(), metadata=recorded())
+    scores: tuple[float, ...] = field(default=(), metadata=recorded())
     dropped_texts: tuple[str, ...] = ()
 
     @property
@@ -76,11 +112,18 @@ class QuestionEpisode:
         """The replies with the answers, in the order of the record's answers."""
         return () if self.response is None else (self.response,)
 
-    def truncation(self) -> dict[str, list[Any]]:
-        """Return record fields: whether the cap cut off each answer, and the dropped texts."""
+    def record(self) -> dict[str, Any]:
+        """Return the fields with the metadata `recorded`, and what the token cap cut off."""
+        line: dict[str, Any] = {}
+        for part in dataclasses.fields(self):
+            if "recorded" in part.metadata:
+                name, write, omit_empty = part.metadata["recorded"]
+                value = getattr(self, part.name)
+                if value or not omit_empty:
+                    line[name or part.name] = write(value)
         samples = [sample for reply in self.replies for sample in reply.samples]
         dropped = [text for reply in self.replies for text in reply.dropped]
-        return {
+        return line | {
             "truncated": [not sample.stopped for sample in samples],
             "dropped": [*self.dropped_texts, *dropped],
         }
@@ -96,6 +139,26 @@ class QuestionEpisode:
         if verdicts:
             failed = sum(verdict < 0 for verdict in verdicts)
             metrics.add_sum(f"judge_failed{suffix}", failed, len(verdicts))
+
+
+def count_fields(
+    metrics: Metrics, episode: QuestionEpisode, names: Mapping[str, str], suffix: str = ""
+) -> None:
+    """Add an episode's fields to the metrics, by `names`: field -> metric without `suffix`.
+
+    A tuple counts as its numbers; None counts for nothing.
+    """
+    for part, name in names.items():
+        value = getattr(episode, part)
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None:
+                metrics.add(f"{name}{suffix}", number)
+
+
+def count_reasons(metrics: Metrics, episodes: Sequence[QuestionEpisode]) -> None:
+    """Add the share of episodes that each reason ended, as reason/REASON."""
+    for reason, count in Counter(e.reason for e in episodes if e.reason).items():
+        metrics.add_sum(f"reason/{reason}", count, len(episodes))
 
 
 AnyEpisode = TypeVar("AnyEpisode", bound=QuestionEpisode)

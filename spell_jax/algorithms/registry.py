@@ -18,14 +18,18 @@ from spell_jax.algorithms.eapo.algorithm import Eapo
 from spell_jax.algorithms.eapo.config import EapoConfig
 from spell_jax.algorithms.eapo.evaluation import held_out_evidence
 from spell_jax.algorithms.held_out import Evaluation, MakeEvaluation
-from spell_jax.algorithms.preference.longpo import LongPo, LongPoConfig
-from spell_jax.algorithms.preference.solopo import SoLoPo, SoLoPoConfig
+from spell_jax.algorithms.preference.longpo import LongPoConfig, make_longpo
+from spell_jax.algorithms.preference.solopo import SoLoPoConfig, make_solopo
 from spell_jax.algorithms.reconstruction import dry as reconstruction_dry
 from spell_jax.algorithms.reconstruction.algorithm import Reconstruction, ReconstructionConfig
 from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
-from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
-from spell_jax.algorithms.rlvr.qwenlong import QwenLong, QwenLongConfig
-from spell_jax.algorithms.rlvr.self_distillation import SelfDistillation, SelfDistillationConfig
+from spell_jax.algorithms.rlvr.algorithm import make_rlvr
+from spell_jax.algorithms.rlvr.config import RlvrConfig
+from spell_jax.algorithms.rlvr.qwenlong import QwenLongConfig, make_qwenlong
+from spell_jax.algorithms.rlvr.self_distillation import (
+    SelfDistillationConfig,
+    make_self_distillation,
+)
 from spell_jax.algorithms.spell import dry as spell_dry
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
@@ -172,7 +176,7 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
     ),
     "rlvr": AlgorithmSpec(
         RlvrConfig,
-        Rlvr,
+        make_rlvr,
         _evaluate_spell,
         ("clusters", "questions"),
         teacher="may",
@@ -180,7 +184,7 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
     ),
     "qwenlong_l1": AlgorithmSpec(
         QwenLongConfig,
-        QwenLong,
+        make_qwenlong,
         _evaluate_spell,
         ("clusters", "questions"),
         teacher="may",
@@ -188,7 +192,7 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
     ),
     "self_distillation": AlgorithmSpec(
         SelfDistillationConfig,
-        SelfDistillation,
+        make_self_distillation,
         _evaluate_spell,
         ("clusters", "questions"),
         teacher="must",
@@ -196,7 +200,7 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
     ),
     "longpo": AlgorithmSpec(
         LongPoConfig,
-        LongPo,
+        make_longpo,
         _evaluate_spell,
         ("clusters", "questions"),
         has_pairs=True,
@@ -204,7 +208,7 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
     ),
     "solopo": AlgorithmSpec(
         SoLoPoConfig,
-        SoLoPo,
+        make_solopo,
         _evaluate_spell,
         ("clusters", "questions"),
         has_pairs=True,

@@ -91,7 +91,7 @@ def _train(run: Run, files: RunFiles) -> States:
             score = held_out.validate(run, states, step, metrics)
             logger.enter("write", step)
             algorithm_state = rollouts.state_before(rollouts.ahead)
-            episodes = rollout.records(run.algorithm)
+            episodes = rollout.records()
             files.write(step, states, algorithm_state, metrics, episodes, score)
     files.save(step, states, run.algorithm.state_dict(), force=True)
     return states

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spell_jax.algorithms.base import Annotation
 from spell_jax.runtime.finite import is_finite
 from spell_jax.trainer.build import Run
 
@@ -25,7 +24,7 @@ def named_rewards(run: Run, step: int, episodes: Sequence[Any]) -> Iterator[None
         place = f"algorithm {run.config.algorithm.name}, step {step}"
         # The first question with a fault is named; the error itself may come from any code.
         for episode in episodes:
-            if fault := _fault(run.algorithm.record(episode, Annotation())):
+            if fault := _fault(episode.record()):
                 place = f"{place}, {fault}"
                 break
         raise ValueError(f"{place}: {error}") from error

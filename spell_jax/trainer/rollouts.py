@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from spell_jax.algorithms.base import Algorithm, Annotation, records
+from spell_jax.algorithms.base import Annotation, records
 from spell_jax.learner import packing
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.finite import check_finite
@@ -32,8 +32,8 @@ class Rollout:
         names = {"solved": "rollout/solve_rate", "tokens/s": "time/tokens_per_second/sampled"}
         return {shown: means.get(name, 0.0) for shown, name in names.items()}
 
-    def records(self, algorithm: Algorithm) -> Iterator[dict[str, Any]]:
-        return records(algorithm, self.episodes, self.annotations)
+    def records(self) -> Iterator[dict[str, Any]]:
+        return records(self.episodes, self.annotations)
 
 
 class _Interrupted(Exception):
@@ -104,7 +104,7 @@ class Rollouts:
             groups, annotations = run.algorithm.groups(episodes, key)
             for group in groups:
                 check_finite(group.advantages, "group.advantages")  # NaN would reach every weight
-            check_scores(list(map(run.algorithm.record, episodes, annotations)))
+            check_scores([episode.record() for episode in episodes])
         worker.end_step()
         metrics = Metrics()
         metrics.merge(run.algorithm.metrics(episodes), "rollout/")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import Algorithm, AlgorithmContext
+from spell_jax.algorithms.base import Algorithm, AlgorithmContext, make_record
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode
@@ -151,7 +151,7 @@ def to_groups(algorithm: Algorithm, episodes: Sequence[Any], step: int = 1) -> l
 def to_records(algorithm: Algorithm, episodes: Sequence[Any], step: int = 1) -> list[dict]:
     """Return the records of a step with seed 0."""
     _, annotations = algorithm.groups(episodes, (0, step))
-    return [algorithm.record(e, a) for e, a in zip(episodes, annotations, strict=True)]
+    return [make_record(e, a) for e, a in zip(episodes, annotations, strict=True)]
 
 
 def read(group: TrainGroup) -> tuple[str, tuple[str, ...], tuple[float, ...]]:
@@ -370,7 +370,7 @@ class Rollout:
 
     def records(self) -> list[dict[str, Any]]:
         pairs = zip(self.episodes, self.annotations, strict=True)
-        return [self.algorithm.record(e, annotation) for e, annotation in pairs]
+        return [make_record(e, annotation) for e, annotation in pairs]
 
     def facts(self) -> dict[str, Any]:
         rows = {name: [read(g) for g in groups] for name, groups in self.groups.items()}
@@ -383,7 +383,7 @@ class Rollout:
             "votes": [e.votes for e in self.episodes],
             "scores": [e.scores for e in self.episodes],
             "rewards": [e.reward for e in self.episodes],
-            "memory": self.algorithm.memory.state_dict(),
+            "memory": self.algorithm.questioner.memory.state_dict(),
         } | rows
 
     def of(self, at: int):

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key
 from spell_jax.algorithms.config import AlgorithmConfig
+from spell_jax.algorithms.episode import QuestionEpisode
 from spell_jax.config import default_config, extra_model
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.samples import Sample
@@ -91,8 +92,8 @@ def counting(tmp_path, monkeypatch) -> ModuleType:
     return module
 
 
-def test_docs_example_has_at_most_200_lines():
-    assert len(docs_blocks()[0].splitlines()) <= 200
+def test_docs_example_has_at_most_80_lines():
+    assert len(docs_blocks()[0].splitlines()) <= 80
 
 
 def test_docs_example_config_is_read(counting):
@@ -129,8 +130,9 @@ def test_docs_example_scores_a_cut_answer_as_the_config_says(counting, scored_tr
     array = np.ones(1)
     samples = [Sample(array, array, stopped) for stopped in (False, True)]
     reply = Reply((1,), samples, ("so 3", "so 3"), scored_truncated)
-    episode = counting._score(counting.Episode(Cluster("c", ("a",)), "a", 3), reply)
-    assert episode.scores == scores and episode.reply.texts == ("so 3", "so 3")
+    question = QuestionEpisode("counting", Cluster("c", ("a",)), reference="3")
+    episode = counting._score(question, reply)
+    assert episode.scores == scores and episode.response.texts == ("so 3", "so 3")
 
 
 @pytest.mark.slow
@@ -160,6 +162,18 @@ class PairConfig(AlgorithmConfig):
     group_size: int = 4
 
 
+class PairedReplies(NamedTuple):
+    """The replies of two models and of the frozen policy about a cluster."""
+
+    cluster: Cluster
+    responder: Reply
+    critic: Reply
+    reader: Reply
+
+    def record(self) -> dict[str, Any]:
+        return {"answers": list(self.critic.texts)}
+
+
 class Pair:
     """Algorithm with a second model that answers the policy's output.
 
@@ -172,7 +186,7 @@ class Pair:
     def __init__(self, config: Any, context: AlgorithmContext):
         self._stream = context.deal(context.clusters())
 
-    def rollout(self, ask: Any, key: Key, step: int) -> list[tuple[Cluster, list[Reply]]]:
+    def rollout(self, ask: Any, key: Key, step: int) -> list[PairedReplies]:
         episodes = []
         for _, cluster in self._stream.next(2):
             (responder_reply,) = ask("responder", [cluster.documents[0]], 4)
@@ -180,25 +194,19 @@ class Pair:
                 "critic", responder_reply.texts[:1], 2, model="other", temperature=1.0
             )
             (reader_reply,) = ask("responder", [cluster.documents[0]], 1, model="reference_reader")
-            episodes.append((cluster, [responder_reply, critic_reply, reader_reply]))
+            episodes.append(PairedReplies(cluster, responder_reply, critic_reply, reader_reply))
         return episodes
 
     def groups(self, episodes: Any, key: Key) -> tuple[list[TrainGroup], list[Annotation]]:
         groups = []
-        for _, (responder_reply, critic_reply, _) in episodes:
-            groups.append(responder_reply.group([1.0, -1.0, 0.5, -0.5], "responder"))
+        for e in episodes:
+            groups.append(e.responder.group([1.0, -1.0, 0.5, -0.5], "responder"))
             if key[1] % 2 == 0:
-                groups.append(critic_reply.group([1.0, 1.0], "critic", model="other"))
+                groups.append(e.critic.group([1.0, 1.0], "critic", model="other"))
         return groups, [Annotation()] * len(episodes)
 
     def metrics(self, episodes: Any) -> Metrics:
         return Metrics()
-
-    def record(self, episode: Any, annotation: Annotation) -> dict[str, Any]:
-        return {"answers": list(episode[1][1].texts)}
-
-    def cluster(self, episode: Any) -> Cluster:
-        return episode[0]
 
     def state_dict(self) -> dict[str, Any]:
         return self._stream.state_dict()

@@ -17,8 +17,9 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from spell_jax.algorithms import registry
+from spell_jax.algorithms.base import make_record
 from spell_jax.algorithms.reconstruction.algorithm import ReconstructionConfig
-from spell_jax.algorithms.rlvr.algorithm import Rlvr
+from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.config import collect_mistakes, default_config, read, read_supervised
 from spell_jax.configs import eapo, folder, paper, real, reconstruction, rlvr, tiny
@@ -436,7 +437,8 @@ def test_ablation_runs_a_step(name, monkeypatch):
     run_config = read(config)
     context = make_context(run_config, tokenizers.load(TINY_POLICY))
     algorithm, evaluation = make_algorithm(run_config, context)
-    assert isinstance(algorithm, Rlvr if config.algorithm.name == "rlvr" else Spell) and evaluation
+    kind = StaticAlgorithm if config.algorithm.name == "rlvr" else Spell
+    assert isinstance(algorithm, kind) and evaluation
     assert algorithm.model_names == (
         ("reference_reader",) if config.algorithm.reference_source == "frozen_reader" else ()
     )
@@ -459,5 +461,5 @@ def test_ablation_runs_a_step(name, monkeypatch):
         algorithm.model_names
     )
     assert 0 < algorithm.metrics(episodes).means()["solve_rate"] <= 1
-    assert all(map(algorithm.record, episodes, annotations))
+    assert all(map(make_record, episodes, annotations))
     algorithm.rollout(ask, (0, 2), 2)

@@ -91,9 +91,9 @@ def _groups(c: Config, host: Host, step: int, rollout) -> list[TrainGroup]:
         letter = "ABCD"[b % 4] if task == "multiple_choice" else None
         text = PROMPTS.questioner(task, documents[:2], (), letter)
         cluster = Cluster(str(b), tuple(documents))
-        episode = SpellEpisode(task, cluster, (0, 1), (), letter=letter, questioner_prompt=text)
+        episode = SpellEpisode(task, cluster, (0, 1), (), questioner_prompt=text)
         answered = _result(algorithm.rollout_one(models.ask, episode))
-        episodes.append(algorithm.reward(answered, rng))
+        episodes.append(algorithm.reward(algorithm.answering.reward(answered, rng)))
     assert not any(models.replies.values()), "every reply has been read"
     return algorithm.groups(episodes, (SEED, step))[0]
 

@@ -14,7 +14,8 @@ import sys
 
 import pytest
 
-from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
+from spell_jax.algorithms.rlvr.algorithm import make_rlvr
+from spell_jax.algorithms.rlvr.config import RlvrConfig
 from spell_jax.configs import tiny
 from spell_jax.data import tfds_sets
 from spell_jax.data.clusters import PAPER_TASKS, Cluster, in_memory
@@ -343,7 +344,7 @@ def test_built_question_set_can_be_trained_on(server, tmp_path):
     build(tmp_path, server)
     questions = read_questions(tmp_path / "questions.jsonl", "x")
     config = RlvrConfig(responder_reward="rule", generation_batch=4, group_size=2)
-    algorithm = Rlvr(config, make_context(prompts=COMPACT, questions=lambda: questions))
+    algorithm = make_rlvr(config, make_context(prompts=COMPACT, questions=lambda: questions))
 
     def write(role, prompt, sibling, model):
         at = int(re.findall(r"Q(\d+)", prompt)[0])

@@ -494,7 +494,7 @@ def test_prompt_cap_leaves_room_for_the_chat_layout(policy):
     run = loop.make_run(noise.small_config(policy))
     assert isinstance(run.algorithm, Spell)
     # Two tokens of a prompt's room are the chat layout's.
-    assert run.algorithm._cap == 128 - len(run.tokenizer.chat("")) == 126
+    assert run.algorithm.questioner._cap == 128 - len(run.tokenizer.chat("")) == 126
     assert len(run.tokenizer.chat("x" * 5)) == len(run.tokenizer.encode("x" * 5)) + 2
 
 

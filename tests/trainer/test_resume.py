@@ -127,7 +127,7 @@ def test_interrupted_rollout_is_repeated_identically(policy, monkeypatch) -> Non
 
         calls.clear()
         rollout = Rollouts(run, should_stop).take(states, step)
-        return rollout and [json.dumps(line) for line in rollout.records(run.algorithm)]
+        return rollout and [json.dumps(line) for line in rollout.records()]
 
     record(1)
     before = json.dumps(run.algorithm.state_dict())

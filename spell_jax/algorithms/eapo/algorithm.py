@@ -68,7 +68,15 @@ class Eapo:
 
     def _start_episode(self, task: str, cluster: Cluster) -> EapoEpisode:
         q = self._questions[cluster.id]
-        return EapoEpisode(task, cluster, q.evidence, question=q.question, reference=q.answer)
+        names = [f"{{documents[{i}]}}" for i in range(len(cluster.documents))]
+        return EapoEpisode(
+            task,
+            cluster,
+            q.evidence,
+            template=self._prompts.evidence(names, q.question),
+            question=q.question,
+            reference=q.answer,
+        )
 
     async def rollout_one(self, ask: Ask, episode: EapoEpisode) -> EapoEpisode:
         return await self.score(ask, await self.answer(ask, episode))
@@ -189,12 +197,6 @@ class Eapo:
             metrics.add("kept_scorings", len(self._scorings))
             metrics.add("refreshed_scorings", sum(len(e.refresh) for e in episodes))
         return metrics
-
-    def record(self, episode: EapoEpisode, annotation: Annotation) -> dict[str, Any]:
-        return eapo_episode.make_record(episode, annotation, self._prompts)
-
-    def cluster(self, episode: EapoEpisode) -> Cluster:
-        return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
         scorings = [

@@ -1,23 +1,22 @@
-"""One question of EAPO: its data during the rollout, its record, and its metrics."""
+"""One question of EAPO: its data during the rollout, and its metrics."""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import Annotation
 from spell_jax.algorithms.eapo.config import REWARD_MODEL
-from spell_jax.algorithms.episode import QuestionEpisode
+from spell_jax.algorithms.episode import QuestionEpisode, count_fields, only_text, recorded
 from spell_jax.data.samples import Sample
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.rollout.replies import Reply
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay.evidence import StructuredAnswer, best_chosen, pairs_in_order
-from spell_jax.selfplay.prompts import Prompts
 
 
 def _token_at(reply: Reply, place: int) -> int:
@@ -93,8 +92,8 @@ class EapoEpisode(QuestionEpisode):
     supported: tuple[tuple[float, float] | None, ...] = ()
     rouge_l: tuple[float | None, ...] = ()
     scoring_calls: int = 0
-    scoring: Reply | None = None
-    evidence_scores: tuple[int, ...] | None = None
+    scoring: Reply | None = field(default=None, metadata=recorded(write=only_text))
+    evidence_scores: tuple[int, ...] | None = field(default=None, metadata=recorded())
     evidence: tuple[float | None, ...] = ()
     consistent: tuple[bool, ...] = ()
     refresh: tuple[Scoring, ...] = ()
@@ -103,6 +102,24 @@ class EapoEpisode(QuestionEpisode):
         super().count_unparsed(metrics)
         if self.scoring is not None:
             metrics.add("unparsed/reward_model", self.evidence_scores is None)
+
+    def record(self) -> dict[str, Any]:
+        scores, consistent = iter(self.evidence_scores or ()), iter(self.consistent)
+        return super().record() | {
+            "shown": list(range(len(self.cluster.documents))),
+            # The report page has a list of votes for each answer, as SPELL's records do.
+            "votes": [[] for _ in self.answers],
+            "measures": {
+                "well_formed": [answer is not None for answer in self.answers],
+                "evidence_score": [a and next(scores, None) for a in self.answers],
+                "consistent": [None if a is None else next(consistent, None) for a in self.answers],
+                "evidence_reward": list(self.evidence),
+                "verbatim": list(self.verbatim),
+                "evidence_precision": [pair and pair[0] for pair in self.supported],
+                "evidence_recall": [pair and pair[1] for pair in self.supported],
+                "evidence_rouge_l": list(self.rouge_l),
+            },
+        }
 
     def scored(self) -> list[tuple[int, float]]:
         """Return (score, outcome) of each well-formed answer; empty if there are no scores."""
@@ -134,43 +151,15 @@ class EapoEpisode(QuestionEpisode):
         return pairs_in_order([outcome for _, outcome in scored], [score for score, _ in scored])
 
 
-def make_record(e: EapoEpisode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
-    """Return an episode as a line of the run's files; see SPELL's record."""
-    scores, consistent = iter(e.evidence_scores or ()), iter(e.consistent)
-    # Placeholders stand for the documents, which the writer stores once for each cluster.
-    texts = [f"{{documents[{i}]}}" for i in range(len(e.cluster.documents))]
-    return {
-        "task": e.task,
-        "cluster": e.cluster.id,
-        "shown": list(range(len(texts))),
-        "prompt": prompts.evidence(texts, e.question),
-        "status": e.status,
-        "reason": e.reason,
-        "question": e.question,
-        "reference": e.reference,
-        "answers": list(e.response.texts) if e.response else [],
-        "predictions": list(e.predictions),
-        **e.truncation(),
-        "rule": list(e.rule),
-        "judge": list(e.judge),
-        # The report page has a list of votes for each answer, as SPELL's records do.
-        "votes": [[] for _ in e.answers],
-        "scores": list(e.scores),
-        "advantages": dict(annotation.advantages),
-        "used": dict(annotation.used),
-        "measures": {
-            "well_formed": [answer is not None for answer in e.answers],
-            "evidence_score": [a and next(scores, None) for a in e.answers],
-            "consistent": [None if a is None else next(consistent, None) for a in e.answers],
-            "evidence_reward": list(e.evidence),
-            "verbatim": list(e.verbatim),
-            "evidence_precision": [pair and pair[0] for pair in e.supported],
-            "evidence_recall": [pair and pair[1] for pair in e.supported],
-            "evidence_rouge_l": list(e.rouge_l),
-        },
-        "evidence_scores": None if e.evidence_scores is None else list(e.evidence_scores),
-        "scoring": e.scoring.texts[0] if e.scoring else None,
-    }
+# Fields of an answered episode, and the metrics that count them.
+_COUNTED = {
+    "rule": "outcome_reward",
+    "scores": "total_reward",
+    "verbatim": "verbatim",
+    "evidence": "evidence_reward",
+    "rouge_l": "evidence_rouge_l",
+    "consistent": "scoring_consistent",
+}
 
 
 def count_episode(metrics: Metrics, e: EapoEpisode, suffix: str) -> None:
@@ -182,18 +171,9 @@ def count_episode(metrics: Metrics, e: EapoEpisode, suffix: str) -> None:
     # The outcome alone: `scores` also contain format and evidence, and would not compare between
     # values of reward_model.
     metrics.add(f"solve_rate{suffix}", sum(e.rule) / len(e.rule))
-    for answer, outcome, total in zip(e.answers, e.rule, e.scores, strict=True):
+    for answer in e.answers:
         metrics.add(f"well_formed{suffix}", answer is not None)
-        metrics.add(f"outcome_reward{suffix}", outcome)
-        metrics.add(f"total_reward{suffix}", total)
-    for verbatim, reward in zip(e.verbatim, e.evidence, strict=True):
-        if verbatim is not None:
-            metrics.add(f"verbatim{suffix}", verbatim)
-        if reward is not None:
-            metrics.add(f"evidence_reward{suffix}", reward)
-    for recall in e.rouge_l:
-        if recall is not None:
-            metrics.add(f"evidence_rouge_l{suffix}", recall)
+    count_fields(metrics, e, _COUNTED, suffix)
     for precision, recall in filter(None, e.supported):
         metrics.add(f"evidence_precision{suffix}", precision)
         metrics.add(f"evidence_recall{suffix}", recall)
@@ -207,8 +187,6 @@ def count_episode(metrics: Metrics, e: EapoEpisode, suffix: str) -> None:
     if e.scoring_calls:
         metrics.add(f"scoring_failed{suffix}", e.evidence_scores is None)
         metrics.add(f"scoring_retried{suffix}", e.scoring_calls > 1)
-    for is_consistent in e.consistent:
-        metrics.add(f"scoring_consistent{suffix}", is_consistent)
     for score, outcome in e.scored():
         metrics.add(f"evidence_score{suffix}", score)
         kind = "right" if outcome == 1 else "wrong"

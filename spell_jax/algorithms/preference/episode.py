@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from spell_jax.algorithms.base import Annotation
+from spell_jax.algorithms.episode import texts_of
 from spell_jax.algorithms.spell.episode import SpellEpisode
-from spell_jax.algorithms.spell.record import make_record
+from spell_jax.data.samples import Sample
 from spell_jax.rollout.replies import Reply
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.selfplay.prompts import Prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +37,27 @@ class PairEpisode(SpellEpisode):
         for prediction in self.short_predictions:
             metrics.add("unparsed/responder", prediction is None)
 
+    def record(self) -> dict[str, Any]:
+        """Return SPELL's record; answers after the short context precede the long-context one."""
+        line = super().record()
+        if self.short_response is None:
+            return line
+        # The report page shows "measures" beside each answer.
+        documents = [len(self.shown)] * len(self.short_rule)
+        documents += [len(self.cluster.documents)] * len(self.rule)
+        return line | {
+            "answers": [*texts_of(self.short_response), *line["answers"]],
+            "predictions": [*self.short_predictions, *self.predictions],
+            "rule": [*self.short_rule, *self.rule],
+            "scores": [*self.short_rule, *self.scores],
+            "votes": [*([] for _ in self.short_rule), *line["votes"]],
+            "judge": [],  # only answers after all documents are judged
+            "measures": {"documents_read": documents},
+        }
 
-def make_pair_record(e: PairEpisode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
-    """Return SPELL's record; answers after the short context precede the long-context answer."""
-    line = make_record(e, annotation, prompts)
-    if e.short_response is None:
-        return line
-    line["answers"] = [*e.short_response.texts, *line["answers"]]
-    line["predictions"] = [*e.short_predictions, *e.predictions]
-    line["rule"] = [*e.short_rule, *e.rule]
-    line["scores"] = [*e.short_rule, *e.scores]
-    line["votes"] = [*([] for _ in e.short_rule), *line["votes"]]
-    line["judge"] = []  # only answers after all documents are judged
-    # The report page shows "measures" beside each answer.
-    documents = [len(e.shown)] * len(e.short_rule) + [len(e.cluster.documents)] * len(e.rule)
-    return line | {"measures": {"documents_read": documents}}
+    def samples(self) -> list[Sample]:
+        """Return the answers after the short context, then the answer after all documents.
+
+        Without logprobs: a pair may put an answer after another prompt than it was sampled for.
+        """
+        return [sample.as_written() for reply in self.replies for sample in reply.samples]

@@ -17,9 +17,17 @@ import dataclasses
 
 from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.algorithms.config import RolloutBudget
-from spell_jax.algorithms.preference.algorithm import CHOSEN, REJECTED, ShortToLong, answers_of
 from spell_jax.algorithms.preference.episode import PairEpisode
-from spell_jax.algorithms.rlvr.algorithm import RlvrConfig
+from spell_jax.algorithms.preference.pairs import (
+    CHOSEN,
+    REJECTED,
+    PairAnswering,
+    count_pairs,
+    pair_groups,
+)
+from spell_jax.algorithms.rlvr.config import RlvrConfig
+from spell_jax.algorithms.rlvr.question_sets import make_question_set
+from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
 from spell_jax.learner.packing import TrainGroup
 
 
@@ -42,31 +50,33 @@ class LongPoConfig(RlvrConfig):
         return [RolloutBudget(what, "responder", batch, 2, batch)]
 
 
-class LongPo(ShortToLong):
-    """The algorithm; see base.Algorithm."""
+def make_longpo(config: LongPoConfig, context: AlgorithmContext) -> StaticAlgorithm:
+    """Make the algorithm from its parts: questions, answers after two contexts, and pairs."""
+    return StaticAlgorithm(
+        # A question without a known short context cannot form a pair.
+        make_question_set(config, context, PairEpisode, short_contexts=True),
+        PairAnswering(config, context, short_answers=1).answer_batches,
+        lambda episodes, key: pair_groups(episodes, choose_answers, pair_answers),
+        lambda episodes: count_pairs(episodes, config, choose_answers),
+    )
 
-    def __init__(self, config: LongPoConfig, context: AlgorithmContext):
-        super().__init__(config, context, short_answers=1)
 
-    def choose(self, episode: PairEpisode) -> tuple[int, int] | str:
-        chosen_sample, rejected_sample = answers_of(episode)
-        assert episode.short_response is not None
-        if not (chosen_sample.stopped or episode.short_response.scored_truncated):
-            return "truncated"  # the loss would teach an answer without its end
-        # Equal answers state no preference: their log-probabilities are equal for any weights.
-        return (
-            "equal_answers"
-            if list(chosen_sample.tokens) == list(rejected_sample.tokens)
-            else (0, 1)
-        )
+def choose_answers(episode: PairEpisode) -> tuple[int, int] | str:
+    chosen_sample, rejected_sample = episode.samples()
+    assert episode.short_response is not None
+    if not (chosen_sample.stopped or episode.short_response.scored_truncated):
+        return "truncated"  # the loss would teach an answer without its end
+    # Equal answers state no preference: their log-probabilities are equal for any weights.
+    return "equal_answers" if list(chosen_sample.tokens) == list(rejected_sample.tokens) else (0, 1)
 
-    def pair(self, episode: PairEpisode, chosen_index: int, rejected_index: int) -> TrainGroup:
-        """Pair both answers after all documents; the reference model reads the short context."""
-        assert episode.short_response is not None and episode.response is not None
-        samples = answers_of(episode)
-        return TrainGroup(
-            episode.response.prompt,
-            [samples[chosen_index], samples[rejected_index]],
-            [CHOSEN, REJECTED],
-            reference_prompt=episode.short_response.prompt,
-        )
+
+def pair_answers(episode: PairEpisode, chosen_index: int, rejected_index: int) -> TrainGroup:
+    """Pair both answers after all documents; the reference model reads the short context."""
+    assert episode.short_response is not None and episode.response is not None
+    samples = episode.samples()
+    return TrainGroup(
+        episode.response.prompt,
+        [samples[chosen_index], samples[rejected_index]],
+        [CHOSEN, REJECTED],
+        reference_prompt=episode.short_response.prompt,
+    )

@@ -20,9 +20,17 @@ import dataclasses
 
 from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.algorithms.config import RolloutBudget
-from spell_jax.algorithms.preference.algorithm import CHOSEN, REJECTED, ShortToLong, answers_of
 from spell_jax.algorithms.preference.episode import PairEpisode
-from spell_jax.algorithms.rlvr.algorithm import RlvrConfig
+from spell_jax.algorithms.preference.pairs import (
+    CHOSEN,
+    REJECTED,
+    PairAnswering,
+    count_pairs,
+    pair_groups,
+)
+from spell_jax.algorithms.rlvr.config import RlvrConfig
+from spell_jax.algorithms.rlvr.question_sets import make_question_set
+from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
 from spell_jax.learner.packing import TrainGroup
 
 
@@ -48,26 +56,32 @@ class SoLoPoConfig(RlvrConfig):
         ]
 
 
-class SoLoPo(ShortToLong):
-    """The algorithm; see base.Algorithm."""
+def make_solopo(config: SoLoPoConfig, context: AlgorithmContext) -> StaticAlgorithm:
+    """Make the algorithm from its parts: questions, answers after two contexts, and pairs."""
+    return StaticAlgorithm(
+        # A question without a known short context cannot form a pair.
+        make_question_set(config, context, PairEpisode, short_contexts=True),
+        PairAnswering(config, context, short_answers=config.group_size).answer_batches,
+        lambda episodes, key: pair_groups(episodes, choose_answers, pair_answers),
+        lambda episodes: count_pairs(episodes, config, choose_answers),
+    )
 
-    def __init__(self, config: SoLoPoConfig, context: AlgorithmContext):
-        super().__init__(config, context, short_answers=config.group_size)
 
-    def choose(self, episode: PairEpisode) -> tuple[int, int] | str:
-        # Which answers form the pair is from memory of the paper (docs/algorithms.md, SoLoPO).
-        right = [bool(score) for score in episode.short_rule]
-        return "equal_rewards" if len(set(right)) < 2 else (right.index(True), right.index(False))
+def choose_answers(episode: PairEpisode) -> tuple[int, int] | str:
+    # Which answers form the pair is from memory of the paper (docs/algorithms.md, SoLoPO).
+    right = [bool(score) for score in episode.short_rule]
+    return "equal_rewards" if len(set(right)) < 2 else (right.index(True), right.index(False))
 
-    def pair(self, episode: PairEpisode, chosen_index: int, rejected_index: int) -> TrainGroup:
-        """Pair answers after the short context; add the chosen answer after all documents."""
-        assert episode.short_response is not None and episode.response is not None
-        samples = answers_of(episode)
-        return TrainGroup(
-            episode.short_response.prompt,
-            [samples[chosen_index], samples[rejected_index]],
-            [CHOSEN, REJECTED],
-            # No advantage: this answer counts by the distance of its rewards alone
-            # (loss.align_weight).
-            aligned=TrainGroup(episode.response.prompt, [samples[chosen_index]], [0.0]),
-        )
+
+def pair_answers(episode: PairEpisode, chosen_index: int, rejected_index: int) -> TrainGroup:
+    """Pair answers after the short context; add the chosen answer after all documents."""
+    assert episode.short_response is not None and episode.response is not None
+    samples = episode.samples()
+    return TrainGroup(
+        episode.short_response.prompt,
+        [samples[chosen_index], samples[rejected_index]],
+        [CHOSEN, REJECTED],
+        # No advantage: this answer counts by the distance of its rewards alone
+        # (loss.align_weight).
+        aligned=TrainGroup(episode.response.prompt, [samples[chosen_index]], [0.0]),
+    )

@@ -16,16 +16,20 @@ follow its code (github.com/XYaoooo/reconstruction_long).
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key
 from spell_jax.algorithms.config import AlgorithmConfig, RolloutBudget
-from spell_jax.algorithms.episode import QuestionEpisode, responder_groups
+from spell_jax.algorithms.episode import (
+    QuestionEpisode,
+    count_reasons,
+    recorded,
+    responder_groups,
+)
 from spell_jax.data import clusters
 from spell_jax.data.clusters import Cluster
 from spell_jax.learner.packing import TrainGroup
@@ -129,9 +133,17 @@ class ReconstructionConfig(AlgorithmConfig):
 class ReconstructionEpisode(QuestionEpisode):
     """A puzzle and its answers; the status is "accepted", OVERLONG (the prompt) or NO_PUZZLE."""
 
-    options: int  # K
+    options: int = field(metadata=recorded())  # K
     posed: PromptedPuzzle  # the puzzle, or why there is none
+    # Without metadata, so not recorded: no judge is asked about an order.
+    judge: tuple[int | None, ...] = field(default=(), kw_only=True)
     orders: tuple[Order, ...] = ()  # orders of the options that the answers state [G]
+
+    def record(self) -> dict[str, Any]:
+        """Return a line of the run's files; {document} in "prompt": the window, gaps at spans."""
+        puzzle = self.posed.puzzle
+        spans = [list(span) for span in puzzle.spans] if puzzle else []
+        return super().record() | {"window": list(self.posed.window), "spans": spans}
 
 
 def pose(
@@ -198,12 +210,14 @@ class Reconstruction:
         self, rng: np.random.Generator, cluster: Cluster, options: int
     ) -> ReconstructionEpisode:
         posed = pose(rng, cluster, options, self.config, self._context)
+        write = self._context.prompts.reconstruction
         is_overlong = posed.puzzle or posed.reason == OVERLONG  # unless the puzzle is answered
         return ReconstructionEpisode(
             "reconstruction",
             cluster,
             options,
             posed,
+            template=write("{document}", posed.puzzle.options) if posed.puzzle else "",
             status=OVERLONG if is_overlong else NO_PUZZLE,
             reason=posed.reason,
             question=f"order of {options} paragraphs",
@@ -257,37 +271,9 @@ class Reconstruction:
                 metrics.add("fully_solved", min(e.scores) >= 1)
                 for suffix in ("", f"/{e.options}"):
                     _count(metrics, e, suffix)
-        for reason, count in Counter(e.reason for e in episodes if e.reason).items():
-            metrics.add_sum(f"reason/{reason}", count, len(episodes))
+        count_reasons(metrics, episodes)
         metrics.add("stream_repeats", self.stream.repeats)
         return metrics
-
-    def record(self, episode: ReconstructionEpisode, annotation: Annotation) -> dict[str, Any]:
-        """Return a line of the run's files; {document} in "prompt": the window, gaps at spans."""
-        e, puzzle = episode, episode.posed.puzzle
-        ask = self._context.prompts.reconstruction
-        return {
-            "task": e.task,
-            "cluster": e.cluster.id,
-            "status": e.status,
-            "reason": e.reason,
-            "options": e.options,
-            "window": list(e.posed.window),
-            "prompt": ask("{document}", puzzle.options) if puzzle else "",
-            "question": e.question,
-            "reference": e.reference,
-            "spans": [list(span) for span in puzzle.spans] if puzzle else [],
-            "answers": list(e.response.texts) if e.response else [],
-            "predictions": list(e.predictions),
-            **e.truncation(),
-            "rule": list(e.rule),
-            "scores": list(e.scores),
-            "advantages": dict(annotation.advantages),
-            "used": dict(annotation.used),
-        }
-
-    def cluster(self, episode: ReconstructionEpisode) -> Cluster:
-        return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict()}

@@ -1,1 +1,4 @@
-"""RLVR on written questions, with QwenLong-L1's curriculum and short-to-long self-distillation."""
+"""RLVR on given or written questions, with QwenLong-L1's curriculum and self-distillation.
+
+Each is a function that composes a StaticAlgorithm of a question set, answers and groups.
+"""

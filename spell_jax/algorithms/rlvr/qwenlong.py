@@ -20,8 +20,19 @@ from typing import Any
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext, Key
-from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig, deal_once
+from spell_jax.algorithms.rlvr.config import RlvrConfig
+from spell_jax.algorithms.rlvr.question_sets import (
+    QuestionSet,
+    accepted,
+    deal_once,
+    make_question_set,
+)
+from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
+from spell_jax.algorithms.spell.annotations import ANSWER_ROLES
+from spell_jax.algorithms.spell.answering import Answering
 from spell_jax.algorithms.spell.episode import SpellEpisode
+from spell_jax.algorithms.spell.groups import role_groups
+from spell_jax.algorithms.spell.metrics import count_questions
 from spell_jax.data.clusters import in_memory
 from spell_jax.data.questions import Question, as_clusters
 from spell_jax.data.stream import TaskStream
@@ -64,20 +75,44 @@ class QwenLongConfig(RlvrConfig):
             )
 
 
-class QwenLong(Rlvr):
-    """RLVR with questions that come phase by phase."""
+def make_qwenlong(config: QwenLongConfig, context: AlgorithmContext) -> StaticAlgorithm:
+    """Make the algorithm from its parts: questions by phase, answers, and groups of two roles."""
+    answering = Answering(config, context)
+    return StaticAlgorithm(
+        Phases(config, context),
+        answering.answer_batches,
+        lambda episodes, key: role_groups(episodes, key, config, answering, ANSWER_ROLES),
+        lambda episodes: count_questions(episodes, config),
+    )
+
+
+class Phases(QuestionSet):
+    """Questions in phases of the run, by the lengths of their inputs.
+
+    Attributes:
+      questions: set that is divided.
+      model_names: names of the set's models.
+      streams: each phase's questions, as clusters; empty before the set is divided.
+    """
 
     def __init__(self, config: QwenLongConfig, context: AlgorithmContext):
-        super().__init__(config, context)
+        self.config = config
+        self.questions = make_question_set(config, context)
+        self.model_names = self.questions.model_names
+        self.streams: list[TaskStream] = []
         self._context, self._lengths = context, config.phase_tokens
-        self._share = config.retrospective_share
-        self._phases: list[TaskStream] = []
         self._means: dict[str, float] = {}  # question -> mean reward when it was last answered
-        if self._given_questions:
-            self._divide(tuple(self._given_questions.values()))
+        self._divide()
 
-    def _divide(self, questions: Sequence[Question]) -> None:
+    def prepare(self, ask: AskModels, rng: np.random.Generator) -> None:
+        self.questions.prepare(ask, rng)
+        self._divide()
+
+    def _divide(self) -> None:
         """Divide the set among the phases by the input lengths of the questions."""
+        questions = () if self.streams else self.questions.questions()
+        if not questions:  # the set is divided, or not written yet
+            return
         source, self._questions = as_clusters(questions)
         self._read = source.read
         by_phase: list[list[str]] = [[] for _ in self._lengths]
@@ -93,74 +128,57 @@ class QwenLong(Rlvr):
                 f"algorithm.phase_tokens = {self._lengths}: must not be below the lengths of all "
                 f"{len(questions)} questions"
             )
-        self._phases = [self._context.deal(in_memory(self._read(names))) for names in by_phase]
+        self.streams = [self._context.deal(in_memory(self._read(names))) for names in by_phase]
         self._phase_of = {name: k for k, names in enumerate(by_phase) for name in names}
         log.info("questions of the phases: %s", [len(names) for names in by_phase])
         if left_out := len(questions) - len(self._phase_of):
             log.warning("%d questions are longer than all phases: left out", left_out)
 
-    def _divide_written(self) -> None:
-        clusters = self.stream.read([q["cluster"] for q in self._written])
-        pairs = zip(self._written, clusters, strict=True)
-        self._divide(
-            [
-                Question(
-                    q["task"], c.documents, q["question"], q["reference"], shown=tuple(q["shown"])
-                )
-                for q, c in pairs
-            ]
-        )
-
-    def rollout(self, ask: AskModels, key: Key, step: int) -> list[SpellEpisode]:
-        episodes = super().rollout(ask, key, step)
+    def remember(self, episodes: Sequence[SpellEpisode]) -> None:
+        """Keep the mean reward of each answered question."""
         self._means |= {e.cluster.id: e.mean_score for e in episodes if e.response is not None}
-        return episodes
 
-    def _written_batches(self, key: Key, step: int) -> Iterator[list[SpellEpisode]]:
-        if self._written and not self._phases:
-            self._divide_written()
-        return self._given_batches(key, step) if self._phases else iter(())
-
-    def _given_batches(self, key: Key, step: int) -> Iterator[list[SpellEpisode]]:
+    def batches(self, key: Key, step: int) -> Iterator[list[SpellEpisode]]:
         """Yield questions of earlier phases by difficulty, then next questions of this phase."""
-        phases = len(self._phases)
+        phases = len(self.streams)
+        if not phases:
+            return
         # Steps beyond the planned number stay in the last phase.
         phase = min((step - 1) * phases // self._context.steps, phases - 1)
         # Sorted: the choice must not depend on the order in which questions were answered.
         earlier = sorted(name for name in self._means if self._phase_of[name] < phase)
         weights = np.array([self._difficulty(name) for name in earlier])
-        rng = np.random.default_rng([*key, 4])  # Rlvr and Spell use [*key] to [*key, 3]
+        rng = np.random.default_rng([*key, 4])  # rollout and groups use [*key] to [*key, 2]
         # One order for all rounds, without replacement: no question comes twice in a step.
         order = rng.choice(earlier, len(earlier), False, weights / weights.sum()) if earlier else ()
         batch = self.config.generation_batch
-        share = min(round(self._share * batch), len(earlier))
-        for number, new in enumerate(deal_once(self._phases[phase], batch - share)):
+        share = min(round(self.config.retrospective_share * batch), len(earlier))
+        for number, new in enumerate(deal_once(self.streams[phase], batch - share)):
             repeated_clusters = self._read(
                 [str(name) for name in order[number * share : (number + 1) * share]]
             )
-            yield self._accept(self._questions, [*repeated_clusters, *new])
+            clusters = [*repeated_clusters, *new]
+            yield [accepted(SpellEpisode, self._questions[c.id], c) for c in clusters]
 
     def _difficulty(self, name: str) -> float:
         """Return the difficulty of a question: 1 / mean reward, capped at the group size G."""
         return 1 / max(self._means[name], 1 / self.config.group_size)
 
-    def metrics(self, episodes: Sequence[SpellEpisode]) -> Metrics:
-        metrics = super().metrics(episodes)
+    def count(self, metrics: Metrics, episodes: Sequence[SpellEpisode]) -> None:
+        self.questions.count(metrics, episodes)
         phases = [self._phase_of[e.cluster.id] for e in episodes]
         metrics.add("phase", max(phases, default=0) + 1)
         for phase in phases:
             metrics.add("retrospective", phase < max(phases))
-        return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        phases = [stream.state_dict() for stream in self._phases]
-        return super().state_dict() | {"phases": phases, "means": self._means}
+        phases = [stream.state_dict() for stream in self.streams]
+        return self.questions.state_dict() | {"phases": phases, "means": self._means}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self._written and not self._phases:
-            self._divide_written()
-        for stream, saved in zip(self._phases, state["phases"], strict=True):
+        self.questions.load_state_dict(state)
+        self._divide()
+        for stream, saved in zip(self.streams, state["phases"], strict=True):
             stream.load_state_dict(saved)
         self._means = dict(state["means"])
 

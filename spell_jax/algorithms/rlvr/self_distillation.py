@@ -17,10 +17,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from spell_jax.algorithms.base import USED, Annotation, Key
+from spell_jax.algorithms.base import USED, AlgorithmContext, Annotation
 from spell_jax.algorithms.config import RolloutBudget
-from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
+from spell_jax.algorithms.rlvr.config import RlvrConfig
+from spell_jax.algorithms.rlvr.question_sets import make_question_set
+from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
+from spell_jax.algorithms.spell.answering import Answering
 from spell_jax.algorithms.spell.episode import SpellEpisode
+from spell_jax.algorithms.spell.metrics import count_questions
 from spell_jax.learner.packing import TrainGroup
 
 
@@ -46,21 +50,31 @@ class SelfDistillationConfig(RlvrConfig):
         )
 
 
-class SelfDistillation(Rlvr):
-    """The algorithm; see base.Algorithm."""
+def make_self_distillation(
+    config: SelfDistillationConfig, context: AlgorithmContext
+) -> StaticAlgorithm:
+    """Make the algorithm from its parts: questions, answers, and groups for the teacher."""
+    answering = Answering(config, context)
+    return StaticAlgorithm(
+        make_question_set(config, context),
+        answering.answer_batches,
+        lambda episodes, key: _teacher_groups(episodes, answering),
+        lambda episodes: count_questions(episodes, config),
+    )
 
-    def groups(
-        self, episodes: Sequence[SpellEpisode], key: Key
-    ) -> tuple[list[TrainGroup], list[Annotation]]:
-        """Return a group for each answered question, whatever the rewards are."""
-        groups, annotations = [], []
-        for e in episodes:
-            if e.response is None:
-                annotations.append(Annotation(used={"responder": e.status}))
-                continue
-            # The learner adds the teacher's advantages token by token; rewards have no part in
-            # them.
-            advantages = [0.0] * len(e.response.samples)
-            groups.append(self.responder_group(e, advantages))
-            annotations.append(Annotation({"responder": advantages}, {"responder": USED}))
-        return groups, annotations
+
+def _teacher_groups(
+    episodes: Sequence[SpellEpisode], answering: Answering
+) -> tuple[list[TrainGroup], list[Annotation]]:
+    """Return a group for each answered question, whatever the rewards are."""
+    groups, annotations = [], []
+    for e in episodes:
+        if e.response is None:
+            annotations.append(Annotation(used={"responder": e.status}))
+            continue
+        # The learner adds the teacher's advantages token by token; rewards have no part in
+        # them.
+        advantages = [0.0] * len(e.response.samples)
+        groups.append(answering.responder_group(e, advantages))
+        annotations.append(Annotation({"responder": advantages}, {"responder": USED}))
+    return groups, annotations

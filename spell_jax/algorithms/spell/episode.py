@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import field
 
-from spell_jax.algorithms.episode import QuestionEpisode
+from spell_jax.algorithms.episode import QuestionEpisode, only_text, recorded
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.rollout.replies import Reply
 from spell_jax.runtime.metrics import Metrics
@@ -21,6 +22,10 @@ STATUSES = (
 Advantages = dict[tuple[int, str, int], list[float]]
 
 
+def _questions_of(history: Sequence[Entry]) -> list[str]:
+    return [entry.question for entry in history]
+
+
 @dataclasses.dataclass(frozen=True)
 class SpellEpisode(QuestionEpisode):
     """One proposed question and its answers; statuses are STATUSES.
@@ -30,8 +35,6 @@ class SpellEpisode(QuestionEpisode):
       history: remembered questions in the questioner's prompt, oldest first.
       dropped: documents and remembered questions left out of the prompt by its cap.
       reduced: whether m is reduced because the cluster has too few documents to leave some unread.
-      letter: letter that the right option of a multiple-choice question shall have, else None.
-      cue: last word of the questioner's prompt, one of the config's cues; empty without them.
       questioner_prompt: text of the questioner's prompt; empty without one.
       span: answer that the question shall have (answer_first); else empty.
       leaks: whether the question passes even if the frozen reader's answers do not agree.
@@ -49,27 +52,25 @@ class SpellEpisode(QuestionEpisode):
       reward: the questioner's reward; None if the question earns none and is not trained on.
     """
 
-    shown: tuple[int, ...]
-    history: tuple[Entry, ...]
+    shown: tuple[int, ...] = field(metadata=recorded())
+    history: tuple[Entry, ...] = field(metadata=recorded("known", _questions_of))
     dropped: int = 0
     reduced: bool = False
-    letter: str | None = None
-    cue: str = ""
     questioner_prompt: str = ""
     span: str = ""
     leaks: bool = False
     leaked: bool = False
-    proposal: Reply | None = None
-    hidden: str = ""
-    own_reference: str = ""
-    blind: tuple[str | None, ...] = ()
+    proposal: Reply | None = field(default=None, metadata=recorded(write=only_text))
+    hidden: str = field(default="", metadata=recorded(omit_empty=True))
+    own_reference: str = field(default="", metadata=recorded())
+    blind: tuple[str | None, ...] = field(default=(), metadata=recorded())
     blind_stated: tuple[str | None, ...] = ()
     blind_scores: tuple[float, ...] = ()
-    named: tuple[bool, ...] = ()
+    named: tuple[bool, ...] = field(default=(), metadata=recorded(omit_empty=True))
     judged: tuple[Reply | None, ...] = ()
     unjudged: int = 0
-    votes: tuple[tuple[int, ...], ...] = ()
-    reward: float | None = None
+    votes: tuple[tuple[int, ...], ...] = field(default=(), metadata=recorded())
+    reward: float | None = field(default=None, metadata=recorded())
 
     @property
     def new(self) -> tuple[int, ...]:

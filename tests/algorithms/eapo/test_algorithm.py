@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from spell_jax.algorithms.base import AlgorithmContext, records
+from spell_jax.algorithms.base import AlgorithmContext, make_record, records
 from spell_jax.algorithms.eapo.algorithm import Eapo, is_consistent
 from spell_jax.algorithms.eapo.config import EapoConfig
 from spell_jax.algorithms.eapo.episode import EapoEpisode, Scoring
@@ -545,14 +545,14 @@ def test_record_is_json_and_readable_by_the_report(tmp_path):
     episodes = roll_out(algorithm, ScriptedModels(Script(questions, plans, scorings)), 1)
     episodes.append(run_question(over=("responder",))[2])
     _, annotations = algorithm.groups(episodes, (0, 1))
-    episode_records = [algorithm.record(*pair) for pair in zip(episodes, annotations, strict=True)]
+    episode_records = [make_record(*pair) for pair in zip(episodes, annotations, strict=True)]
     for record in episode_records:
         assert json.loads(json.dumps(record)) == record
     by_task = {record["question"][:3]: record for record in episode_records[:3]}
     assert by_task["Q00"]["prompt"] == "{documents[0]}\n{documents[1]}\nQ00 what?\nquote"
     assert by_task["Q00"]["used"]["responder"] == "used"
     assert by_task["Q00"]["scoring"] == "no" and by_task["Q00"]["evidence_scores"] is None
-    EpisodeWriter(tmp_path, 10_000).write(1, records(algorithm, episodes, annotations))
+    EpisodeWriter(tmp_path, 10_000).write(1, records(episodes, annotations))
     page = report_episodes.choose_episodes(epath.Path(tmp_path), 10)
     assert page.readable_count == 4 and len(page.chosen_episodes) == 4
     outcomes = {e["question"][:3]: e["outcome"] for e in page.chosen_episodes if e["answers"]}

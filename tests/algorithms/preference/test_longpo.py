@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from spell_jax.algorithms.preference.longpo import LongPo, LongPoConfig
+from spell_jax.algorithms.preference.longpo import LongPoConfig, make_longpo
+from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
 from spell_jax.data.questions import Question, read_questions
 from tests import noise
 from tests.algorithms.preference import runs
@@ -32,9 +33,9 @@ GIVEN = (
 )
 
 
-def given_algorithm(questions=GIVEN, **options) -> LongPo:
+def given_algorithm(questions=GIVEN, **options) -> StaticAlgorithm:
     fields: dict[str, Any] = SMALL | {"generation_batch": len(questions)} | options
-    return LongPo(LongPoConfig(**fields), make_context(questions=lambda: tuple(questions)))
+    return make_longpo(LongPoConfig(**fields), make_context(questions=lambda: tuple(questions)))
 
 
 def by_context(role: str, prompt: str, sibling: int, model: str) -> str:
@@ -99,7 +100,7 @@ def test_written_questions_have_the_questioners_documents_as_short_context():
     deck: Any = Deck(ROWS)
     fields: dict[str, Any] = SMALL | {"generation_batch": len(ROWS)}
     config = LongPoConfig(static_questions=len(ROWS), **fields)
-    algorithm = LongPo(config, make_context(deal=lambda _: deck))
+    algorithm = make_longpo(config, make_context(deal=lambda _: deck))
     models = ScriptedModels(Script(ROWS))
     episodes = roll_out(algorithm, models, 1)
     assert episodes and all(len(e.shown) == 2 for e in episodes)
@@ -111,7 +112,7 @@ def test_written_questions_have_the_questioners_documents_as_short_context():
 
 def test_questions_without_a_short_context_are_left_out(caplog):
     unknown = dataclasses.replace(GIVEN[0], evidence=("nowhere",))
-    assert len(given_algorithm([*GIVEN, unknown]).stream) == 2
+    assert len(given_algorithm([*GIVEN, unknown]).questions) == 2
     assert "1 of 3 questions have no short context" in caplog.text
     with pytest.raises(ValueError, match=r"none of its 1 questions has a short context"):
         given_algorithm([unknown])

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from spell_jax.algorithms.preference.solopo import SoLoPo, SoLoPoConfig
+from spell_jax.algorithms.preference.solopo import SoLoPoConfig, make_solopo
+from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
 from spell_jax.config import read
 from spell_jax.configs import solopo
 from spell_jax.data.questions import Question
@@ -29,9 +30,9 @@ DOCUMENTS = ("first", "second fact", "third")
 GIVEN = tuple(Question(QA, DOCUMENTS, f"{name}?", "right", shown=(1,)) for name in "ABC")
 
 
-def given_algorithm(questions=GIVEN, **options) -> SoLoPo:
+def given_algorithm(questions=GIVEN, **options) -> StaticAlgorithm:
     fields: dict[str, Any] = SMALL | {"generation_batch": len(questions)} | options
-    return SoLoPo(SoLoPoConfig(**fields), make_context(questions=lambda: tuple(questions)))
+    return make_solopo(SoLoPoConfig(**fields), make_context(questions=lambda: tuple(questions)))
 
 
 def write(role: str, prompt: str, sibling: int, model: str) -> str:

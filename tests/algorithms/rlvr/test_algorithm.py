@@ -9,7 +9,9 @@ import pytest
 from etils import epath
 
 from spell_jax.algorithms.base import records
-from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
+from spell_jax.algorithms.rlvr.algorithm import make_rlvr
+from spell_jax.algorithms.rlvr.config import RlvrConfig
+from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
 from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
@@ -37,13 +39,13 @@ from tests.evaluating import write_episodes
 ACCEPTED = ["Q00", "Q01", "Q02", "Q10", "Q11", "Q12", "Q13", "Q14", "Q15", "Q16", "Q17"]
 
 
-def new_algorithm(rows=ROWS, static: int = len(ROWS), **options) -> Rlvr:
+def new_algorithm(rows=ROWS, static: int = len(ROWS), **options) -> StaticAlgorithm:
     """Make an algorithm that writes its questions about the rows' clusters."""
     judge = options.pop("judge", None)
     deck: Any = Deck(rows)
     fields = SMALL | {"generation_batch": len(rows), "verifier_share": 1.0} | options
     config = RlvrConfig(static_questions=static, **fields)
-    return Rlvr(config, make_context(deal=lambda _: deck, judge=judge))
+    return make_rlvr(config, make_context(deal=lambda _: deck, judge=judge))
 
 
 def new_ask(rows=ROWS, **options) -> ScriptedModels:
@@ -75,7 +77,6 @@ def test_static_questions_are_written_once():
     assert stems(second) == ACCEPTED
     assert [e.question for e in first] != [e.question for e in second]  # in another order
     assert algorithm.metrics(second).means()["static_questions"] == 11
-    assert not algorithm.memory  # the memory stays empty: there is no questioner
 
 
 def test_the_set_is_written_at_a_temperature_of_its_own():
@@ -189,13 +190,14 @@ def test_written_questions_of_a_cluster_are_asked_together():
     options = {"questions_per_cluster": 4, "generation_batch": 4, "max_generations": 1}
     algorithm = new_algorithm([Row(QA, "ok", 0, 1, 1, 1)], static=4, **options)
     questions = [f"Q00.{i} what?" for i in range(4)]
-    algorithm._written = [
+    algorithm.questions._written = [
         {"task": QA, "cluster": name, "shown": [0], "question": text, "reference": "x"}
         for name in ("d0", "d1", "d2")
         for text in questions
     ]
     orders = [
-        [algorithm._written[i] for _ in range(3) for i in algorithm._deal()] for _ in range(9)
+        [algorithm.questions._written[i] for _ in range(3) for i in algorithm.questions._deal()]
+        for _ in range(9)
     ]
     for order in orders:
         blocks = [order[at : at + 4] for at in range(0, 12, 4)]
@@ -209,11 +211,11 @@ def test_every_written_question_is_asked_once_an_epoch(together: int) -> None:
     algorithm = new_algorithm(questions_per_cluster=together, generation_batch=4)
     # One cluster has more questions than all other clusters together.
     clusters = ["d0"] * 9 + ["d1"] * 2 + ["d2"]
-    algorithm._written = [{"cluster": name} for name in clusters]
+    algorithm.questions._written = [{"cluster": name} for name in clusters]
     for _ in range(4):
-        assert sorted(i for _ in range(3) for i in algorithm._deal()) == [*range(12)]
-    algorithm._written.append({"cluster": "d2"})  # batches of 4 leave one of 13 out
-    epochs = [[i for _ in range(3) for i in algorithm._deal()] for _ in range(20)]
+        assert sorted(i for _ in range(3) for i in algorithm.questions._deal()) == [*range(12)]
+    algorithm.questions._written.append({"cluster": "d2"})  # batches of 4 leave one of 13 out
+    epochs = [[i for _ in range(3) for i in algorithm.questions._deal()] for _ in range(20)]
     assert all(len(epoch) == len({*epoch}) == 12 for epoch in epochs)
     assert len({*range(13)} - set.intersection(*map(set, epochs))) > 5  # other ones every epoch
 
@@ -251,7 +253,7 @@ GIVEN = tuple(
 
 def given_algorithm(
     given_questions=GIVEN, tasks=PAPER_TASKS, weights=(1.0, 1.0, 1.0), **options
-) -> Rlvr:
+) -> StaticAlgorithm:
     """Make an algorithm with given questions."""
     context = make_context(
         deal=lambda source: TaskStream(source, tasks, weights, seed=0),
@@ -259,7 +261,7 @@ def given_algorithm(
         judge=options.pop("judge", None),
     )
     config = RlvrConfig(**(SMALL | {"generation_batch": len(ROWS)} | options))
-    return Rlvr(config, context)
+    return make_rlvr(config, context)
 
 
 def test_given_questions_are_answered_from_their_documents():
@@ -275,7 +277,7 @@ def test_given_questions_are_answered_from_their_documents():
     by_question = {e.question: e for e in episodes}
     for question, row in zip(GIVEN, ROWS, strict=True):
         episode = by_question[question.question]
-        assert algorithm.cluster(episode).documents == question.documents
+        assert episode.cluster.documents == question.documents
         assert (episode.task, episode.reference) == (question.task, question.answer)
         assert episode.own_reference == question.answer
         assert sum(episode.rule) == row.right
@@ -362,7 +364,7 @@ def test_records_of_given_questions_are_readable_by_the_report(tmp_path):
     algorithm, ask = given_algorithm(), new_ask()
     episodes = roll_out(algorithm, ask, 1)
     groups, annotations = algorithm.groups(episodes, (0, 1))
-    write_episodes(tmp_path, {1: records(algorithm, episodes, annotations)})
+    write_episodes(tmp_path, {1: records(episodes, annotations)})
     page = choose_episodes(epath.Path(tmp_path), 100)
     assert page.readable_count == len(GIVEN) == len(page.documents)
     assert {e["cluster"]: e["question"] for e in page.chosen_episodes} == {

@@ -1,4 +1,4 @@
-"""Tests of QwenLong-L1: phases, retrospection by difficulty, and a resumed run."""
+"""Tests of make_qwenlong-L1: phases, retrospection by difficulty, and a resumed run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from spell_jax.algorithms.rlvr.qwenlong import QwenLong, QwenLongConfig
+from spell_jax.algorithms.rlvr.qwenlong import QwenLongConfig, make_qwenlong
+from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
 from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
@@ -34,10 +35,10 @@ WORDS = [3] * 6 + [8] * 6 + [29]
 GIVEN = tuple(Question(QA, ("w " * n,), f"Q{i:02d}", "right") for i, n in enumerate(WORDS))
 
 
-def new_algorithm(questions=GIVEN, steps: int = 4, **options) -> QwenLong:
+def new_algorithm(questions=GIVEN, steps: int = 4, **options) -> StaticAlgorithm:
     fields: dict[str, Any] = SMALL | {"generation_batch": 4, "phase_tokens": (5, 10)} | options
     config = QwenLongConfig(**fields)
-    return QwenLong(config, make_context(questions=lambda: tuple(questions), steps=steps))
+    return make_qwenlong(config, make_context(questions=lambda: tuple(questions), steps=steps))
 
 
 def write(role: str, prompt: str, sibling: int, model: str) -> str:
@@ -128,7 +129,7 @@ def test_state_is_that_of_the_uninterrupted_algorithm():
 
 
 def test_written_questions_are_divided_into_phases_and_restored():
-    def new() -> QwenLong:
+    def new() -> StaticAlgorithm:
         deck: Any = Deck(ROWS)
         count = len(ROWS)
         fields: dict[str, Any] = SMALL | {"generation_batch": count, "phase_tokens": (8, 9)}
@@ -137,7 +138,7 @@ def test_written_questions_are_divided_into_phases_and_restored():
         def deal(source: Any) -> Any:  # the questions of a phase, or the clusters to write about
             return TaskStream(source, PAPER_TASKS, (1.0,) * 3, seed=0) if source.tasks else deck
 
-        return QwenLong(config, make_context(deal=deal, steps=2))
+        return make_qwenlong(config, make_context(deal=deal, steps=2))
 
     # Three documents of two words, and a question of two words, of three, or with four options.
     algorithm, models = new(), ScriptedModels(Script(ROWS))

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from spell_jax.algorithms import registry
-from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
-from spell_jax.algorithms.rlvr.self_distillation import SelfDistillation, SelfDistillationConfig
+from spell_jax.algorithms.rlvr.algorithm import make_rlvr
+from spell_jax.algorithms.rlvr.config import RlvrConfig
+from spell_jax.algorithms.rlvr.self_distillation import (
+    SelfDistillationConfig,
+    make_self_distillation,
+)
 from spell_jax.data.questions import Question
 from spell_jax.learner.loss_config import LossConfig
 from tests import noise
@@ -43,7 +47,7 @@ def decode(tokens: Any) -> str:
 
 
 def make_distillation(
-    kind: Any = SelfDistillation, config: Any = SelfDistillationConfig, **options
+    kind: Any = make_self_distillation, config: Any = SelfDistillationConfig, **options
 ):
     fields: dict[str, Any] = SMALL | {"generation_batch": len(GIVEN)} | options
     context = make_context(questions=lambda: GIVEN, teacher_prompt=encode)
@@ -78,7 +82,7 @@ def test_questions_over_the_cap_have_no_group() -> None:
 
 
 def test_rlvr_gives_the_teachers_prompt_beside_its_own_advantages() -> None:
-    algorithm = make_distillation(Rlvr, RlvrConfig, responder_reward="rule")
+    algorithm = make_distillation(make_rlvr, RlvrConfig, responder_reward="rule")
     groups = to_groups(algorithm, roll_out(algorithm, ScriptedModels(right_or_wrong), 1))
     assert len(groups) == 2
     for group in groups:
@@ -87,7 +91,7 @@ def test_rlvr_gives_the_teachers_prompt_beside_its_own_advantages() -> None:
 
 def test_only_the_responder_of_spell_has_a_teacher() -> None:
     algorithm = make_algorithm(ROWS)
-    algorithm._teacher_prompt = encode
+    algorithm.answering._teacher_prompt = encode
     groups = by_role(to_groups(algorithm, roll_out(algorithm, ScriptedModels(Script(ROWS)), 1)))
     assert groups["responder"] and groups["questioner"]
     assert all(group.reference_prompt is not None for group in groups["responder"])

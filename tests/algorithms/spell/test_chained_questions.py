@@ -10,7 +10,6 @@ import pytest
 
 from launch.experiments.ladder import world
 from launch.experiments.ladder.rows import TASK
-from spell_jax.algorithms.base import Annotation
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.clusters import in_memory
@@ -100,7 +99,7 @@ def test_wrong_remembered_reference_is_not_corrected():
     (cluster, *_) = CLUSTERS
     name = cluster.documents[0].split()[1]
     wrong = next(n for n, _ in world.read_facts(cluster.documents) if n != name)
-    algorithm.memory.push(TASK, cluster.id, Entry((), f"friend of {name}", wrong))
+    algorithm.questioner.memory.push(TASK, cluster.id, Entry((), f"friend of {name}", wrong))
     episodes = roll_out(algorithm, ScriptedModels(write), 1)
     (e,) = [e for e in episodes if e.cluster.id == cluster.id]
     assert e.question == f"friend of friend of {name}"
@@ -145,12 +144,9 @@ def test_cues_are_sampled_for_each_question_and_end_its_prompt(cues):
     algorithm = make_algorithm(cues=cues, generation_batch=30)
     models = ScriptedModels(write)
     episodes = roll_out(algorithm, models, 1)
-    assert {e.cue for e in episodes} == ({*cues} or {""})
-    questioner_prompts = [e.questioner_prompt for e in episodes]
-    endings = [f"ask general {e.cue}".strip() for e in episodes]
-    assert [prompt.splitlines()[-1] for prompt in questioner_prompts] == endings
-    written = algorithm.record(episodes[0], Annotation({}, {}))["prompt"]
-    assert written.splitlines()[-1] == endings[0]
+    endings = [e.questioner_prompt.splitlines()[-1] for e in episodes]
+    assert {*endings} == {f"ask general {cue}".strip() for cue in cues or ("",)}
+    assert [e.record()["prompt"].splitlines()[-1] for e in episodes] == endings
 
 
 # ---------------------------------------------------------------------------------------- Progress

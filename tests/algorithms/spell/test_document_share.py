@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from spell_jax.algorithms.registry import ALGORITHMS
-from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
+from spell_jax.algorithms.rlvr.algorithm import make_rlvr
+from spell_jax.algorithms.rlvr.config import RlvrConfig
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.config import DataConfig
 from spell_jax.data.questions import Question
@@ -107,7 +108,7 @@ def test_given_questions_tell_which_document_is_right() -> None:
     )
     context = make_context(questions=lambda: questions)
     fields = SMALL | SHARE | {"generation_batch": 3}
-    algorithm = Rlvr(RlvrConfig(**fields), context)
+    algorithm = make_rlvr(RlvrConfig(**fields), context)
     ask = ScriptedModels(lambda role, prompt, sibling, model: f"[{sibling + 1}] The answer is no")
     named = {e.question: e.named for e in roll_out(algorithm, ask, 1)}
     assert named == {"Q?": (False, True, False, False), "R?": (True, False, True, False)}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spell_jax.algorithms.base import make_record
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.frozen_reader import most_frequent
 from spell_jax.data.clusters import PAPER_TASKS, Cluster, in_memory
@@ -152,7 +153,9 @@ def test_memory_holds_the_last_questions_and_their_documents(memory_documents, s
 def test_memory_holds_questions_with_a_positive_reward_or_all_solvable_ones(solved):
     """Algorithm 1: r_que > 0. The paper's code also remembers fully solved questions."""
     rollout = Rollout(memory_solved=solved)
-    stored = {row["cluster"] for row in rollout.algorithm.memory.state_dict()["clusters"]}
+    stored = {
+        row["cluster"] for row in rollout.algorithm.questioner.memory.state_dict()["clusters"]
+    }
     answered = [e for e in rollout.episodes if e.response]
     assert {e.mean_score for e in answered} >= {0.0, 1.0}
     remembered_episodes = [e for e in answered if e.reward > 0 or (solved and e.mean_score == 1)]
@@ -183,7 +186,9 @@ def test_overlong_responder_prompt_is_only_counted():
     texts = [read(group)[1][0] for group in rollout.groups["questioner"]]
     assert rollout.of(10).proposal.texts[0] not in texts
     assert rollout.of(11).proposal.texts[0] in texts  # like all other bad ones
-    clusters = [row["cluster"] for row in rollout.algorithm.memory.state_dict()["clusters"]]
+    clusters = [
+        row["cluster"] for row in rollout.algorithm.questioner.memory.state_dict()["clusters"]
+    ]
     assert "d10" not in clusters and "d13" in clusters
 
 
@@ -206,8 +211,8 @@ def test_question_with_overlong_grounding_prompt_passes_the_filter():
 def test_overlong_prompts_drop_new_documents_then_oldest_history():
     def shown(cap: int):
         algorithm = make_algorithm([Row(QA, "ok", 0, 1, 0, 0)], cluster=9, documents=(4,), cap=cap)
-        algorithm.memory.push(QA, "d0", Entry((0, 1), "old", "a"))
-        algorithm.memory.push(QA, "d0", Entry((1, 2), "new", "b"))
+        algorithm.questioner.memory.push(QA, "d0", Entry((0, 1), "old", "a"))
+        algorithm.questioner.memory.push(QA, "d0", Entry((1, 2), "new", "b"))
         ask = ScriptedModels(lambda *_: "no JSON")
         (episode,) = roll_out(algorithm, ask, 1)
         count = len(ask.calls[0].prompts[0].split())
@@ -364,7 +369,7 @@ def test_rule_of_the_config_scores_answers_blind_answers_and_probes(rule, status
     episodes = sorted(roll_out(algorithm, ScriptedModels(Wordy(rows)), 1), key=number)
     assert [e.status for e in episodes] == [status, "accepted"]
     assert episodes[1].rule == (rate,) * 4
-    assert {probe.first for probe in algorithm.probes.probes} == {rate}
+    assert {probe.first for probe in algorithm.progress.probes.probes} == {rate}
 
 
 def frozen_reader(reader, rows=ROWS, **options) -> Rollout:
@@ -401,7 +406,7 @@ def test_most_frequent_frozen_reader_answer_is_the_reference():
     assert episode.rule == (0.0, 0.0, 1.0, 0.0)
     verifier = next(c for c in rollout.ask.calls if c.role == "verifier")
     assert "two: Beta0" in verifier.prompts[0]
-    assert rollout.algorithm.memory.get(QA, "d0")[0].answer == "Beta0"
+    assert rollout.algorithm.questioner.memory.get(QA, "d0")[0].answer == "Beta0"
     means = rollout.algorithm.metrics(rollout.episodes).means()
     assert means["reference_replaced"] == pytest.approx(1 / 11)
 
@@ -508,7 +513,7 @@ def run_steps(algorithm: Spell, steps, seed: int = 0) -> list[Any]:
     for step in steps:
         episodes = algorithm.rollout(ask, (seed, step), step)
         groups, annotations = algorithm.groups(episodes, (seed, step))
-        trace.append([algorithm.record(*pair) for pair in zip(episodes, annotations, strict=True)])
+        trace.append([make_record(*pair) for pair in zip(episodes, annotations, strict=True)])
         trace.append([read(group) for group in groups])
         trace.append(algorithm.metrics(episodes).means())
     return trace
@@ -544,7 +549,7 @@ def test_algorithm_resumes_from_state_dict(reward):
     resumed.load_state_dict(state)
     assert resumed.state_dict() == algorithm.state_dict()
     assert run_steps(resumed, range(4, 7)) == uninterrupted_trace[9:]
-    assert len(resumed.memory) > 0
+    assert len(resumed.questioner.memory) > 0
 
 
 def test_records_are_json_and_hold_the_episode():
@@ -597,7 +602,7 @@ def test_metrics_are_shares_and_means_over_episodes():
     for name, value in expected.items():
         if name != "memory_entries":
             assert means[name] == pytest.approx(value), name
-    assert means["memory_entries"] == len(rollout.algorithm.memory) == 8
+    assert means["memory_entries"] == len(rollout.algorithm.questioner.memory) == 8
     mild = Rollout(malformed_penalty=False)
     reward = mild.algorithm.metrics(mild.episodes).means()["verifier_reward"]
     assert reward == pytest.approx(np.mean([max(r, 0.0) for r in rewarded]))
@@ -623,7 +628,7 @@ def test_questions_are_parsed_with_the_configured_limits(monkeypatch):
         parse_options.append((limit, distinct, extract))
         return parsing.Parsed("declined")
 
-    monkeypatch.setattr("spell_jax.algorithms.spell.algorithm.parsing.parse_question", parse)
+    monkeypatch.setattr("spell_jax.algorithms.spell.config.parsing.parse_question", parse)
     fields = {"max_answer_tokens": 7, "distinct_options": True, "extract": "paper"}
     Rollout([Row(QA, "ok", 0, 1, 0, 0)], **fields)
     assert parse_options == [(7, True, "paper")]

@@ -155,7 +155,7 @@ def test_memory_matches_the_reference_code(replay):
         f"{names[row['task']]}_{row['cluster']}": [
             [len(documents), question, answer] for documents, question, answer in row["entries"]
         ]
-        for row in ours.algorithm.memory.state_dict()["clusters"]
+        for row in ours.algorithm.questioner.memory.state_dict()["clusters"]
     }
     # The choice of two of the three documents is random and differs from the reference.
     expected = {
@@ -197,11 +197,11 @@ def test_verifier_skips_match_the_reference_code():
         ask = ScriptedModels(
             lambda role, prompt, sibling, model, v=inputs["votes"]: VOTES[v[sibling]]
         )
-        (task, cluster), *_ = algorithm.stream.next(1)
+        (task, cluster), *_ = algorithm.questioner.stream.next(1)
         episode = SpellEpisode(
             task, cluster, (0, 1), (), reference=inputs["gt"], predictions=(inputs["pred"],)
         )
-        (episode,) = ask.run_all(algorithm.verify, [episode])
+        (episode,) = ask.run_all(algorithm.answering.verify, [episode])
         majority = rewards.majority(episode.votes[0]) if episode.votes[0] else -100
         assert majority == out["llm_reward"]
         rule = 1.0  # the rule agreed in the recorded runs
@@ -225,7 +225,7 @@ def test_shown_documents_match_the_reference_code():
         options = {"documents": documents, "unread_documents": 0, "memory_documents": "shown"}
         algorithm = make_algorithm(rows, cluster=inputs["n_docs"], **options)
         for shown, question, answer in inputs["history"]:
-            algorithm.memory.push(task, "d0", Entry(tuple(shown), question, answer))
+            algorithm.questioner.memory.push(task, "d0", Entry(tuple(shown), question, answer))
         ask = ScriptedModels(lambda *_: "no JSON")
         (episode,) = roll_out(algorithm, ask, inputs["seed"])
         forced = {i for shown, _, _ in inputs["history"] for i in shown}
@@ -249,9 +249,9 @@ def test_proposal_outcomes_match_the_reference_code():
     for case in cases("questioner_get_record"):
         (text,), out = case["in"], case["out"]
         algorithm = make_algorithm([Row("general_qa", "ok", 0, 1, 0, 0)])
-        episodes = algorithm.start_episodes(np.random.default_rng(0))
+        episodes = algorithm.questioner.start_episodes(np.random.default_rng(0))
         ask = ScriptedModels(lambda *_, text=text: text)
-        (episode,) = ask.run_all(algorithm.propose, episodes)
+        (episode,) = ask.run_all(algorithm.questioner.propose, episodes)
         outcomes[episode.status] += 1
         if "Empty" in out:
             assert (episode.status, episode.reward) == ("declined", None), text

@@ -1,0 +1,40 @@
+"""Config of RLVR on a static set of questions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from spell_jax.algorithms.config import RolloutBudget
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.runtime.config import check_least
+
+
+@dataclasses.dataclass(frozen=True)
+class RlvrConfig(SpellConfig):
+    """SPELL's fields; fields of the questioner matter only if questions are written.
+
+    Attributes:
+      static_questions: number of proposals for the static set, which keeps questions that pass the
+        filters. Unused with given questions.
+      static_temperature: temperature of the samples from which the set is made (proposals, answers
+        without documents, the frozen reader's answers).
+    """
+
+    name: str = "rlvr"
+    static_questions: int = 960
+    # SPELL's public script samples all roles at 0.7.
+    static_temperature: float = 0.7
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_least(self, "algorithm.", static_questions=1, static_temperature=0)
+
+    def budgets(self) -> list[RolloutBudget]:
+        return self.round_budgets(writes=False)
+
+    def budget_summary(self) -> str:
+        return (
+            f"up to {self.max_generations} rounds of {self.generation_batch} of "
+            f"{self.static_questions} questions, written once (or of those given), until "
+            f"{self.questions} have mixed rewards; a round asks for"
+        )

@@ -1,0 +1,64 @@
+"""Use of each role's replies in an update, or why a reply is in no group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spell_jax.algorithms.base import USED, Annotation
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.episode import Advantages, SpellEpisode, is_eligible_verdict
+
+ROLES = ("questioner", "responder", "verifier")
+ANSWER_ROLES = ("responder", "verifier")  # of steps without a questioner
+
+
+def annotate(
+    episodes: Sequence[SpellEpisode],
+    advantages: Advantages,
+    config: SpellConfig,
+    roles: Sequence[str] = ROLES,
+) -> list[Annotation]:
+    """Return each episode's advantages by role, and the use of each role's replies or why not."""
+    annotations = []
+    for n, e in enumerate(episodes):
+        by_role = {
+            role: advantages[n, role, 0]
+            for role in ("responder", "questioner")
+            if (n, role, 0) in advantages
+        }
+        # The verifier has a group per answer, the other roles one per question.
+        votes = [advantages.get((n, "verifier", i), []) for i in range(len(e.judged))]
+        used = {
+            "questioner": USED if "questioner" in by_role else _why_no_question(e, config),
+            "responder": USED if "responder" in by_role else _why_no_answers(e),
+            "verifier": [
+                USED if values else _why_no_votes(e, i, config) for i, values in enumerate(votes)
+            ],
+        }
+        use = {role: used[role] for role in roles}
+        annotations.append(Annotation(by_role | {"verifier": votes}, use))
+    return annotations
+
+
+def _why_no_question(e: SpellEpisode, config: SpellConfig) -> str:
+    if e.proposal is None:
+        return "no_proposal"
+    if not config.train_questioner:
+        return "not_trained"
+    if e.reward is None:
+        return "no_reward"
+    return "surplus" if e.mixed else "not_sampled"
+
+
+def _why_no_answers(e: SpellEpisode) -> str:
+    if e.response is None:
+        return e.status
+    return "surplus" if e.mixed else "equal_rewards"
+
+
+def _why_no_votes(e: SpellEpisode, i: int, config: SpellConfig) -> str:
+    if e.judged[i] is None:
+        return "not_judged"
+    if not config.train_verifier:
+        return "not_trained"
+    return "not_sampled" if is_eligible_verdict(e, i, config) else "nothing_to_learn"

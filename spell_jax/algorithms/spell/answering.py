@@ -1,0 +1,148 @@
+"""Answers from all documents, and what they earn: parts 4 to 6 of SPELL."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from spell_jax.algorithms.base import AlgorithmContext
+from spell_jax.algorithms.episode import ask_judge
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.episode import SpellEpisode
+from spell_jax.learner.packing import TrainGroup
+from spell_jax.rollout.replies import Ask, AskModels, Reply
+from spell_jax.runtime import fault_injection
+from spell_jax.selfplay import evidence, parsing, rewards
+
+AnsweredEpisode = TypeVar("AnsweredEpisode", bound=SpellEpisode)
+
+
+class Answering:
+    """The responder's answers to questions, and their rewards by rule, judge and verifier."""
+
+    def __init__(self, config: SpellConfig, context: AlgorithmContext):
+        self.config = config
+        self.prompts = context.prompts
+        self._judge = context.judge
+        self._teacher_prompt = context.teacher_prompt
+
+    def fill(
+        self, batches: Iterable[list[AnsweredEpisode]], rng: np.random.Generator
+    ) -> list[AnsweredEpisode]:
+        """Reward one answered batch per round until enough questions have mixed rewards.
+
+        At most max_generations batches are taken from `batches`, each only when its round begins.
+        """
+        episodes: list[AnsweredEpisode] = []
+        # Too few questions: the step goes on with the questions it has. The paper's Algorithm 1
+        # (line 6) repeats rounds without end; its code ends the run.
+        for batch in itertools.islice(batches, self.config.max_generations):
+            answered = ask_judge(self._judge, self.config.rule, batch)
+            episodes += [self.reward(e, rng) for e in answered]
+            if sum(e.mixed for e in episodes) >= self.config.questions:
+                break
+        return episodes
+
+    def answer_batches(
+        self, ask: AskModels, batches: Iterable[list[SpellEpisode]], rng: np.random.Generator
+    ) -> list[SpellEpisode]:
+        """Answer and reward batches of accepted questions until enough have mixed rewards."""
+        return self.fill((ask.run_all(self.solve, batch) for batch in batches), rng)
+
+    async def solve(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
+        """Run parts 4 and 5."""
+        episode = await self.answer(ask, episode)
+        fault_injection.point("answered")
+        episode = await self.verify(ask, episode)
+        fault_injection.point("verified")
+        return episode
+
+    # 4. The responder answers from all documents.
+
+    async def answer(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
+        """Ask for G answers to an accepted question; a prompt over the cap ends the episode."""
+        e = episode
+        if e.status != "accepted":
+            return e
+        c = self.config
+        # All n documents in corpus order. A prompt over the cap is refused, and nothing is cut
+        # (spec 4).
+        text = self.prompts.responder(e.task, c.as_read(e.documents), e.question)
+        (reply,) = replies = await ask("responder", [text], c.group_size)
+        if reply is None:
+            return e.without_reply("responder", replies)
+        predictions = c.read_answers(reply.scored_texts, e.task)
+        rule = c.score_answers(predictions, e.reference, e.task)
+        named = [evidence.named_document(text) in e.shown for text in reply.scored_texts]
+        if c.document_share:
+            e = replace(e, named=tuple(named))
+        stated = c.state_answers(reply.scored_texts, e.task)
+        return replace(e, response=reply, predictions=predictions, stated=stated, rule=rule)
+
+    # 5. The verifier compares answers with the reference.
+
+    async def verify(self, ask: Ask, episode: AnsweredEpisode) -> AnsweredEpisode:
+        """Ask for G_v votes on each answer that states a prediction (4)."""
+        e = episode
+        judged: list[Reply | None] = [None] * len(e.predictions)
+        votes: list[tuple[int, ...]] = [()] * len(e.predictions)
+        unjudged = 0
+        if self.config.has_verifier:
+            # A response that states no answer keeps the rule's score and costs no votes (spec 6).
+            numbered = [(i, p) for i, p in enumerate(e.predictions) if p is not None]
+            # The extracted answer, as in the public code, instead of the response of Algorithm 1
+            # (line 17): prompts stay short. Only external judges read the words of a number.
+            texts = [self.prompts.verifier(e.question, p, e.reference) for _, p in numbered]
+            votes_per_answer, options = self.config.verifier_group_size, self.config.verdict_options
+            replies = await ask("verifier", texts, votes_per_answer, **options)
+            for (i, _), reply in zip(numbered, replies, strict=True):
+                judged[i] = reply
+                votes[i] = tuple(map(parsing.parse_verdict, reply.scored_texts if reply else ()))
+            unjudged = replies.count(None)
+        return replace(e, judged=tuple(judged), votes=tuple(votes), unjudged=unjudged)
+
+    # 6. Rewards.
+
+    def reward(self, e: AnsweredEpisode, rng: np.random.Generator) -> AnsweredEpisode:
+        """Compute the rewards of a question's answers (6)."""
+        if e.response is None:
+            return e
+        scores = tuple(
+            self._responder_reward(rule, rewards.majority(votes), rng)
+            for rule, votes in zip(e.rule, e.votes, strict=True)
+        )
+        if share := self.config.document_share:
+            pairs = zip(scores, e.named, strict=True)
+            scores = tuple((1 - share) * score + share * named for score, named in pairs)
+        return replace(e, scores=scores)
+
+    def _responder_reward(self, rule: float, vote: int, rng: np.random.Generator) -> float:
+        how = self.config.responder_reward
+        # A control: rewards without information must destroy the policy.
+        if how == "random":
+            return float(rng.integers(2))
+        # A void verdict, of mostly malformed votes, leaves the rule's score (spec 12).
+        if vote == -1 or how == "rule":
+            return rule
+        combined = {
+            "max": rewards.combine(rule, vote),
+            "verifier": float(vote),
+            "mean": (rule + vote) / 2,
+            "min": min(rule, float(vote)),
+        }
+        return combined[how]
+
+    # 7. Groups.
+
+    def responder_group(self, e: SpellEpisode, advantages: Sequence[float]) -> TrainGroup:
+        """Return the group of a question's answers; a teacher reads the questioner's documents."""
+        group = e.reply("responder", 0).group(advantages, "responder")
+        if self._teacher_prompt is None:
+            return group
+        shown = [self.config.as_read(e.documents)[i] for i in e.shown]
+        prompt = self._teacher_prompt(self.prompts.responder(e.task, shown, e.question))
+        return replace(group, reference_prompt=prompt)
