@@ -13,17 +13,12 @@ from spell_jax.trainer.named_rewards import check_scores, named_rewards
 
 
 def make_run() -> Any:
-    def record(episode: Any, annotation: Any) -> dict[str, Any]:
-        return {"question": episode.question, "scores": episode.scores, "answers": ["a", "b"]}
-
-    return SimpleNamespace(
-        algorithm=SimpleNamespace(record=record),
-        config=SimpleNamespace(algorithm=SimpleNamespace(name="own")),
-    )
+    return SimpleNamespace(config=SimpleNamespace(algorithm=SimpleNamespace(name="own")))
 
 
 def episode(question: str, *scores: Any) -> Any:
-    return SimpleNamespace(question=question, scores=scores)
+    record = {"question": question, "scores": scores, "answers": ["a", "b"]}
+    return SimpleNamespace(scores=scores, record=lambda: record)
 
 
 RIGHT = episode("right?", np.float32(0.5), True)
