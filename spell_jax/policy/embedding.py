@@ -11,6 +11,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from spell_jax.runtime import collectives
@@ -19,7 +20,9 @@ from spell_jax.runtime.bits import as_bits, from_bits
 from spell_jax.runtime.collectives import Split
 
 
-def lookup(table: Float[Array, "V D"], tokens: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
+def lookup(
+    table: Float[Array, "V D"] | Float[np.ndarray, "V D"], tokens: Int32[Array, "B T"]
+) -> Float[Array, "B T D"]:
     """Return rows of a table, in its dtype, for tokens in [0, V)."""
     return _lookup(Split.of(tokens.shape, *table.shape, over=meshes.TENSOR), table, tokens)
 
