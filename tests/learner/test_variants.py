@@ -66,7 +66,7 @@ def loss_inputs() -> tuple[MicroBatch, dict[str, np.ndarray]]:
         "reference": (logprobs + 0.7 * rng.normal(size=ANSWER.shape)).astype(np.float32),
         "entropy": rng.exponential(1.0, ANSWER.shape).astype(np.float32),
     }
-    return jax.tree.map(jnp.asarray, batch), numbers
+    return batch, numbers
 
 
 def _ratio(kind: str, now: np.ndarray, before: np.ndarray, tokens: list[int], token: int) -> float:
@@ -147,7 +147,11 @@ def loss_and_gradient(config: LossConfig):
     @functools.partial(jax.value_and_grad, has_aux=True)
     def value(logprobs):
         return losses.batch_loss(
-            logprobs, jnp.array(numbers["entropy"]), batch, config, jnp.array(numbers["reference"])
+            logprobs,
+            jnp.array(numbers["entropy"]),
+            jax.tree.map(jnp.asarray, batch),
+            config,
+            jnp.array(numbers["reference"]),
         )
 
     return value(jnp.array(numbers["logprobs"]))
@@ -280,6 +284,7 @@ def test_extreme_ratios_stay_finite(objective: str, ratio: str) -> None:
     config = LossConfig(objective=objective, ratio=ratio, old_logprobs="rollout", clip_high=1e9)
     for logprob, old in ((0.0, -1e4), (-1e4, 0.0)):
         extreme = batch.replace(old_logprob=np.full(ANSWER.shape, old, np.float32))
+        extreme = jax.tree.map(jnp.asarray, extreme)
         at = jnp.full(ANSWER.shape, logprob)
         loss = functools.partial(losses.batch_loss, batch=extreme, config=config)
         (value, _), gradient = jax.value_and_grad(
