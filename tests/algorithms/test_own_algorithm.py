@@ -144,7 +144,8 @@ def test_a_reward_that_is_no_number_ends_the_run_with_its_place(
     monkeypatch.setattr(counting, "score", lambda text, truth: value if len(text) % 2 else 1.0)
     config = algorithm_config(policy, COUNTING)
     message = (
-        r"^algorithm counting, step 1, question 'How often: \w+\? End with the number\.' with the scores \[.*"
+        r"^algorithm counting, step 1, question 'How often: \w+\? End with the number\.' "
+        r"with the scores \[.*"
         rf"{value!r}.*\]: rewards\[\d\] = {value!r}: must be a finite number$"
     )
     with pytest.raises(ValueError, match=message):

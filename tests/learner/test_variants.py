@@ -363,7 +363,8 @@ def test_sum_by_answer_adds_the_tokens_of_each_answer() -> None:
     expected_sums = np.zeros_like(values)
     for row, slot in np.argwhere(ANSWER >= 0):
         expected_sums[row, slot] = values[row][ANSWER[row] == ANSWER[row, slot]].sum()
-    np.testing.assert_array_equal(sum_by_answer(values, ANSWER), expected_sums)
+    sums = sum_by_answer(jnp.asarray(values), jnp.asarray(ANSWER))
+    np.testing.assert_array_equal(sums, expected_sums)
     # There are as many answers as slots.
-    full = np.arange(12)[None]
-    np.testing.assert_array_equal(sum_by_answer(values[:1], full), values[:1])
+    full = jnp.arange(12)[None]
+    np.testing.assert_array_equal(sum_by_answer(jnp.asarray(values[:1]), full), values[:1])
