@@ -26,7 +26,7 @@ import numpy as np
 from absl import flags
 
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.algorithms.spell.evaluation import TinyEvaluation, is_true
+from spell_jax.algorithms.spell.evaluation import is_true, make_questions
 from spell_jax.data import tiny_world
 from spell_jax.data.clusters import LETTERS, PAPER_TASKS
 from spell_jax.learner import update
@@ -265,14 +265,13 @@ def abstract_program(mesh: jax.sharding.Mesh):
 # 4. Exam -----------------------------------------------------------------------------------------
 def exam(c: Config, host: Host, params: transformer.Params) -> float:
     """Return the accuracy of greedy answers to 128 held-out questions about 8 documents."""
-    make = TinyEvaluation(TEXTS, c.algorithm, c.tokenizer.count).make_items
-    items = [(tiny_world.TASK_OF_KIND[k], x) for k in tiny_world.KINDS for x in make(8, k, 32)]
-    texts = [TEXTS.responder(task, x.documents, x.question) for task, x in items]
+    questions = [q for kind in tiny_world.KINDS for q in make_questions(8, kind, 32)]
+    texts = [TEXTS.responder(q.task, q.documents, q.question) for q in questions]
     prompts, greedy = host.write("responder", texts), jax.jit(ask, static_argnums=(0, 3, 4))
     replies = greedy(c, params, prompts, "responder", 1, jax.random.key(0), temperature=0.0)
-    pairs = zip(items, host.read(jax.device_get(replies)), strict=True)
-    answers = [(x, c.algorithm.read_answers([text], task)[0]) for (task, x), text in pairs]
-    return float(np.mean([is_true(answer, x.truth, x.kind) for x, answer in answers]))
+    pairs = zip(questions, host.read(jax.device_get(replies)), strict=True)
+    answers = [(q, c.algorithm.read_answers([text], q.task)[0]) for q, text in pairs]
+    return float(np.mean([is_true(answer, q.answer, q.task) for q, answer in answers]))
 
 
 def main(_) -> None:

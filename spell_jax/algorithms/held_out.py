@@ -1,10 +1,11 @@
-"""Held-out evaluation: the interface, means with intervals, and a set of questions with answers."""
+"""Held-out evaluation: the interface, and exams of a policy's roles with a report of means."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from spell_jax.algorithms.base import AlgorithmContext
@@ -12,12 +13,14 @@ from spell_jax.data.config import DataConfig
 from spell_jax.data.questions import Question
 from spell_jax.rollout.replies import AskModels
 from spell_jax.selfplay import rules
-from spell_jax.selfplay.prompts import Prompts
 
 # {section: {row: {column: (mean, half width of the 95 % interval)}}}
 Report = dict[str, dict[str, dict[str, tuple[float, float]]]]
+# {section: {row: {column: values}}}
+Tables = dict[str, dict[str, dict[str, list[float]]]]
 
-
+# Greedy: two evaluations of a run differ by the weights alone.
+GREEDY: Mapping[str, Any] = {"temperature": 0.0}
 # With more lengths, each row would have few questions and a wide interval.
 MOST_LENGTHS = 8  # different numbers of documents that get a row each
 
@@ -72,17 +75,96 @@ def share(outcomes: Sequence[bool | float]) -> tuple[float, float]:
     return mean, 1.96 * math.sqrt(variance / len(outcomes))
 
 
-def by_row(cells: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:
-    """Collect measures by name: row -> name -> values; row "all" has the values of all rows."""
-    rows: dict[str, dict[str, list[float]]] = {"all": {}}
-    for row, measures in cells:
-        for name, value in measures.items():
-            rows["all"].setdefault(name, []).append(value)
-            rows.setdefault(row, {}).setdefault(name, []).append(value)
-    return rows
+class ExamPrompt(NamedTuple):
+    """A prompt of an exam, and how its reply counts."""
+
+    rows: Sequence[str]  # rows of the table in which the reply counts
+    text: str
+    measure: Callable[[str], Mapping[str, float]]  # from the reply's text to values by column
+    question: Question | None = None  # the question of an answer that is recorded
 
 
-def _score_answer(text: str, question: Question, extract: str) -> dict[str, float]:
+class Exam(NamedTuple):
+    """Prompts of one role, in one call. Exams of the same section fill one table."""
+
+    section: str
+    prompts: Sequence[ExamPrompt]
+    first_rows: Sequence[str] = ()  # other rows follow in the order of the prompts
+    role: str = "responder"
+    options: Mapping[str, Any] = GREEDY  # of the call (replies.Ask)
+
+
+def to_report(tables: Tables) -> Report:
+    """Return the share of the values in each cell."""
+    return {
+        section: {
+            row: {column: share(values) for column, values in columns.items()}
+            for row, columns in table.items()
+        }
+        for section, table in tables.items()
+    }
+
+
+def accuracy_by_row(tables: Tables) -> tuple[float, dict[str, float]]:
+    """Return (accuracy, numbers): the first column by row, and means of the others in row "all"."""
+    (table,) = tables.values()
+    accuracy, *other_measures = table["all"]
+    numbers = {row: share(columns[accuracy])[0] for row, columns in table.items()}
+    return numbers["all"], numbers | {n: share(table["all"][n])[0] for n in other_measures}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """Held-out evaluation of a policy by exams: about given questions, or by a world's oracle.
+
+    Attributes:
+      exams: function that makes the exams of `full` or, for True, of `quick`.
+      report: function from the tables of `full` to its report.
+      summarize: function from the tables of `quick` to (score, numbers by name).
+    """
+
+    exams: Callable[[bool], Iterable[Exam]]
+    report: Callable[[Tables], Report] = to_report
+    summarize: Callable[[Tables], tuple[float, dict[str, float]]] = accuracy_by_row
+
+    def full(self, ask: AskModels) -> Evaluated:
+        tables, answers = _hold(self.exams(False), ask)
+        return Evaluated(self.report(tables), answers)
+
+    def quick(self, ask: AskModels) -> tuple[float, dict[str, float]]:
+        return self.summarize(_hold(self.exams(True), ask)[0])
+
+
+def _hold(exams: Iterable[Exam], ask: AskModels) -> tuple[Tables, list[dict[str, Any]]]:
+    """Ask all prompts; return the tables of sections with prompts, and the recorded answers."""
+    tables: Tables = {}
+    answers = []
+    for exam in exams:
+        replies = ask(exam.role, [prompt.text for prompt in exam.prompts], **exam.options)
+        for prompt, reply in zip(exam.prompts, replies, strict=True):
+            # A prompt over the cap counts as the answer "". Leaving it out would favor a policy
+            # with a short context.
+            text = "" if reply is None else reply.texts[0]
+            measures = prompt.measure(text)
+            table = tables.setdefault(exam.section, {row: {} for row in exam.first_rows})
+            for row, column in itertools.product(prompt.rows, measures):
+                table.setdefault(row, {}).setdefault(column, []).append(measures[column])
+            if prompt.question:
+                answers.append(_record(text, prompt.question, measures))
+    return tables, answers
+
+
+def _record(text: str, question: Question, measures: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "question": question.question,
+        "documents": len(question.documents),
+        "reference": question.answer,
+        "answer": text,
+        "scores": {name or "accuracy": float(value) for name, value in measures.items()},
+    }
+
+
+def score_answer(text: str, question: Question, extract: str = "lenient") -> dict[str, float]:
     """Return measures of an answer, each the best over the question's right answers.
 
     Exact match and the words' F1 are among the measures if the question lists all right answers.
@@ -103,68 +185,35 @@ def _score_answer(text: str, question: Question, extract: str) -> dict[str, floa
     return scores
 
 
-@dataclasses.dataclass(frozen=True)
-class HeldOutQuestions:
-    """Greedy answers to given questions; a prompt over the cap counts as the answer "".
+def on_questions(
+    questions: Sequence[Question],
+    make_prompt: Callable[[Question], str],
+    measure: Callable[[str, Question], Mapping[str, float]] = score_answer,
+    section: str = "responder accuracy (rule)",
+    role_exams: Callable[[], Iterable[Exam]] = lambda: (),
+) -> HeldOut:
+    """Make the evaluation of greedy answers to given questions, whose answers are recorded.
 
-    Prompts are by default the responder's. `measure` makes measures by name from (answer,
-    question, extract), accuracy first; `extract` is AlgorithmConfig.extract.
+    Rows are tasks, in the report also numbers of documents if few different numbers occur.
+    `measure` makes measures by name from (answer, question), accuracy first; `role_exams` makes
+    the other roles' exams of the report.
     """
+    lengths = sorted({len(question.documents) for question in questions})
 
-    prompts: Prompts
-    questions: tuple[Question, ...]
-    section: str = "responder accuracy (rule)"  # title in the report
-    make_prompt: Callable[[Question], str] | None = None
-    measure: Callable[[str, Question, str], Mapping[str, float]] = _score_answer
-    extract: str = "lenient"
+    def make_exams(is_quick: bool) -> Iterator[Exam]:
+        by_length = not is_quick and 1 < len(lengths) <= MOST_LENGTHS
+        first_rows = ["all", *dict.fromkeys(question.task for question in questions)]
+        first_rows += [f"documents: {length}" for length in lengths if by_length]
 
-    def full(self, ask: AskModels) -> Evaluated:
-        """Report measures by task, and by number of documents if few different numbers occur."""
-        texts = self._answer(ask)
-        measured = self._measure(texts)
-        rows = by_row((question.task, measures) for question, measures in measured)
-        lengths = sorted({len(question.documents) for question in self.questions})
-        if 1 < len(lengths) <= MOST_LENGTHS:
-            for length in lengths:
-                of_length = [pair for pair in measured if len(pair[0].documents) == length]
-                rows[f"documents: {length}"] = by_row(("", m) for _, m in of_length)["all"]
-        section = {
-            row: {name: share(values) for name, values in measures.items()}
-            for row, measures in rows.items()
-        }
-        answers = [
-            {
-                "question": question.question,
-                "documents": len(question.documents),
-                "reference": question.answer,
-                "answer": text,
-                "scores": {name or "accuracy": float(value) for name, value in measures.items()},
-            }
-            for text, (question, measures) in zip(texts, measured, strict=True)
-        ]
-        return Evaluated({self.section: section}, answers)
+        def make_exam_prompt(question: Question) -> ExamPrompt:
+            rows = ["all", question.task]
+            if by_length:
+                rows.append(f"documents: {len(question.documents)}")
+            text = make_prompt(question)
+            return ExamPrompt(rows, text, lambda answer: measure(answer, question), question)
 
-    def quick(self, ask: AskModels) -> tuple[float, dict[str, float]]:
-        """Return (accuracy, numbers): accuracies by task and "all", and means of other measures."""
-        measured = self._measure(self._answer(ask))
-        outcomes = by_row((question.task, measures) for question, measures in measured)
-        accuracy, *other_measures = outcomes["all"]
-        numbers = {task: share(measures[accuracy])[0] for task, measures in outcomes.items()}
-        return numbers["all"], numbers | {n: share(outcomes["all"][n])[0] for n in other_measures}
+        yield Exam(section, [make_exam_prompt(question) for question in questions], first_rows)
+        if not is_quick:
+            yield from role_exams()
 
-    def _answer(self, ask: AskModels) -> list[str]:
-        """Answer the questions; "" where a prompt is over the cap."""
-        make_prompt = self.make_prompt or self._responder_prompt
-        prompts = [make_prompt(question) for question in self.questions]
-        # Greedy: two evaluations of a run differ by the weights alone.
-        replies = ask("responder", prompts, temperature=0.0)
-        # A refused prompt counts as wrong. Leaving it out would favor a policy with a short
-        # context.
-        return ["" if reply is None else reply.texts[0] for reply in replies]
-
-    def _measure(self, texts: Sequence[str]) -> list[tuple[Question, Mapping[str, float]]]:
-        pairs = zip(self.questions, texts, strict=True)
-        return [(question, self.measure(text, question, self.extract)) for question, text in pairs]
-
-    def _responder_prompt(self, question: Question) -> str:
-        return self.prompts.responder(question.task, question.documents, question.question)
+    return HeldOut(make_exams)

@@ -22,7 +22,7 @@ from spell_jax.algorithms.preference.longpo import LongPoConfig, make_longpo
 from spell_jax.algorithms.preference.solopo import SoLoPoConfig, make_solopo
 from spell_jax.algorithms.reconstruction import dry as reconstruction_dry
 from spell_jax.algorithms.reconstruction.algorithm import Reconstruction, ReconstructionConfig
-from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
+from spell_jax.algorithms.reconstruction.evaluation import held_out_puzzles
 from spell_jax.algorithms.rlvr.algorithm import make_rlvr
 from spell_jax.algorithms.rlvr.config import RlvrConfig
 from spell_jax.algorithms.rlvr.qwenlong import QwenLongConfig, make_qwenlong
@@ -33,8 +33,7 @@ from spell_jax.algorithms.rlvr.self_distillation import (
 from spell_jax.algorithms.spell import dry as spell_dry
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.algorithms.spell.evaluation import TinyEvaluation
-from spell_jax.algorithms.spell.question_evaluation import QuestionEvaluation
+from spell_jax.algorithms.spell.evaluation import RoleExams, evaluate_questions, evaluate_tiny_world
 from spell_jax.data.config import DataConfig, is_generated
 from spell_jax.data.questions import Question
 from spell_jax.learner.loss_config import LossConfig
@@ -125,29 +124,14 @@ def objective_conflicts(config: AlgorithmConfig, loss: LossConfig) -> Iterator[s
 def _evaluate_spell(
     config: SpellConfig, context: AlgorithmContext, data: DataConfig
 ) -> Evaluation | None:
-    sizes = data.tiny.evaluation
+    exams = RoleExams(config, context)
     # The tiny world has an oracle, which also judges questions that a model wrote. With given
     # questions the held-out questions are given too, in data.validation.
     if data.source == "tiny" and not data.questions:
-        return TinyEvaluation(context.prompts, config, context.count_tokens, sizes)
+        return evaluate_tiny_world(exams, data.tiny.evaluation)
     questions = _read_validation(config, data)
-    if not questions:
-        return None
-
-    def make_prompt(question: Question) -> str:
-        documents = config.as_read(question.documents)
-        return context.prompts.responder(question.task, documents, question.question)
-
-    return QuestionEvaluation(
-        context.prompts,
-        questions,
-        make_prompt=make_prompt,
-        extract=config.extract,
-        algorithm=config,
-        tasks=data.tasks,
-        count_tokens=context.count_tokens,
-        has_questioner=not data.questions,
-    )
+    tasks = () if data.questions else data.tasks
+    return evaluate_questions(exams, questions, tasks) if questions else None
 
 
 def _evaluate_reconstruction(
@@ -155,7 +139,7 @@ def _evaluate_reconstruction(
 ) -> Evaluation | None:
     # A generated source makes held-out clusters of its own, without a share of the training data.
     has_documents = data.held_out > 0 or is_generated(data.source)
-    return PuzzleEvaluation(config, context) if has_documents else None
+    return held_out_puzzles(config, context) if has_documents else None
 
 
 def _evaluate_eapo(

@@ -8,12 +8,10 @@ import math
 
 import pytest
 
-from spell_jax.algorithms.held_out import HeldOutQuestions, share
+from spell_jax.algorithms.held_out import HeldOut, on_questions, share
 from spell_jax.data.questions import Question, read_questions
-from spell_jax.selfplay import prompts
-from tests.algorithms.scripted import ScriptedModels
+from tests.algorithms.scripted import PROMPTS, ScriptedModels
 
-PROMPTS = prompts.load("compact")
 QUESTIONS = (
     Question("general_qa", ("Oslo is a town.",), "Which town?", "Oslo"),
     Question("financial_math", ("Sales 3.", "Costs 4."), "How much?", "7"),
@@ -22,13 +20,17 @@ QUESTIONS = (
 )
 
 
+def make(questions=QUESTIONS) -> HeldOut:
+    return on_questions(questions, lambda q: PROMPTS.responder(q.task, q.documents, q.question))
+
+
 def right(role: str, prompt: str, sibling: int, model: str) -> str:
     question = next(q for q in QUESTIONS if prompt.endswith(q.question))
     return f"answer is {question.answer}"
 
 
 def test_scores_of_right_and_wrong_answers():
-    evaluation = HeldOutQuestions(PROMPTS, QUESTIONS)
+    evaluation = make()
     ask = ScriptedModels(right)
     assert evaluation.quick(ask) == (
         1.0,
@@ -45,15 +47,13 @@ def test_scores_of_right_and_wrong_answers():
 
 
 def test_report_has_one_row_per_task_and_number_of_documents():
-    report = (
-        HeldOutQuestions(PROMPTS, QUESTIONS).full(ScriptedModels(lambda *_: "answer is 7")).report
-    )
+    report = make().full(ScriptedModels(lambda *_: "answer is 7")).report
     (rows,) = report.values()
     assert rows["all"][""] == pytest.approx((0.25, 1.96 * math.sqrt(0.25 * 0.75 / 4)))
     tasks = {"all", "general_qa", "financial_math", "multiple_choice"}
     assert set(rows) == tasks | {"documents: 1", "documents: 2"}
     assert rows["documents: 2"][""] == (1.0, 0.0) and rows["documents: 1"][""][0] == 0.0
-    report = HeldOutQuestions(PROMPTS, QUESTIONS[2:]).full(ScriptedModels(right)).report
+    report = make(QUESTIONS[2:]).full(ScriptedModels(right)).report
     (rows,) = report.values()
     assert not any(row.startswith("documents") for row in rows)  # all have one document
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from spell_jax.algorithms.eapo.evaluation import held_out_evidence
-from spell_jax.algorithms.held_out import HeldOutQuestions
-from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
+from spell_jax.algorithms.reconstruction.evaluation import held_out_puzzles
 from spell_jax.data.clusters import Cluster
 from spell_jax.learner import preference
 from tests import metric_names
@@ -20,6 +19,7 @@ from tests.algorithms.preference import test_longpo as longpo
 from tests.algorithms.rlvr import test_algorithm as rlvr
 from tests.algorithms.rlvr import test_qwenlong as qwenlong
 from tests.algorithms.scripted import PROMPTS, ScriptedModels, roll_out
+from tests.algorithms.test_held_out import make as make_held_out
 
 
 def in_run(measured: Iterable[str], held_out: Iterable[str]) -> set[str]:
@@ -33,7 +33,7 @@ def of_reconstruction() -> set[str]:
     models = ScriptedModels(posing.improving)
     context = posing.context(held_out=posing.STORIES)
     config = posing.config(evaluation_puzzles=2, validation_puzzles=2)
-    _, held_out = PuzzleEvaluation(config, context).quick(models)
+    _, held_out = held_out_puzzles(config, context).quick(models)
     return in_run(algorithm.metrics(roll_out(algorithm, models, 1)).means(), held_out)
 
 
@@ -56,7 +56,7 @@ def of_rlvr() -> set[str]:
     """Return the metrics with questions that the first step writes."""
     algorithm = rlvr.new_algorithm(rule="judge", judge=lambda items: [1] * len(items))
     script = scripted.Script(scripted.ROWS)
-    evaluation = HeldOutQuestions(PROMPTS, structured.QUESTIONS)
+    evaluation = make_held_out(structured.QUESTIONS)
     held_out = evaluation.quick(ScriptedModels(structured.write))[1]
     return in_run(
         algorithm.metrics(roll_out(algorithm, ScriptedModels(script), 1)).means(), held_out
@@ -67,7 +67,7 @@ def of_longpo() -> set[str]:
     """Return the metrics of pairs and of an update on the pairs; SoLoPO has the same metrics."""
     algorithm = longpo.given_algorithm()
     episodes = roll_out(algorithm, ScriptedModels(longpo.by_context), 1)
-    evaluation = HeldOutQuestions(PROMPTS, structured.QUESTIONS)
+    evaluation = make_held_out(structured.QUESTIONS)
     held_out = evaluation.quick(ScriptedModels(structured.write))[1]
     names = in_run(algorithm.metrics(episodes).means(), held_out)
     return names | {f"train/{name}" for name in (*preference.SUMS, "alignment")}
@@ -78,7 +78,7 @@ def of_qwenlong() -> set[str]:
     algorithm = qwenlong.new_algorithm()
     models = ScriptedModels(qwenlong.write)
     episodes = [roll_out(algorithm, models, step) for step in (1, 3)][-1]
-    evaluation = HeldOutQuestions(PROMPTS, structured.QUESTIONS)
+    evaluation = make_held_out(structured.QUESTIONS)
     held_out = evaluation.quick(ScriptedModels(structured.write))[1]
     return in_run(algorithm.metrics(episodes).means(), held_out)
 

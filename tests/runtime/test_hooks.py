@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spell_jax.algorithms import registry
-from spell_jax.algorithms.spell.evaluation import TinyEvaluation
+from spell_jax.algorithms.held_out import HeldOut
 from spell_jax.config import default_supervised_config, read, read_supervised
 from spell_jax.configs import tiny
 from spell_jax.data.config import HELD_OUT_SEED, open_clusters
@@ -60,7 +60,7 @@ def test_function_makes_the_clusters_of_both_splits():
 
 
 def test_function_makes_the_evaluation_in_place_of_the_algorithms():
-    assert isinstance(make_evaluation(""), TinyEvaluation)
+    assert isinstance(make_evaluation(""), HeldOut)
     evaluation = make_evaluation(f"{HERE}:evaluation")
     assert isinstance(evaluation, hook_module.ConstantEvaluation) and evaluation.score == 7
 

@@ -103,7 +103,6 @@ def _task_parsers(task: str, answer: str) -> Iterator[tuple[Callable[..., Any], 
         )
     question = Question(task, ("Arvo lives in Oslo. " * 100,), "Where?", "Oslo", ("Arvo",))
     lines = ("- Arvo Oslo 34 12 Bela", "- Bela Rome 10 11 Arvo")
-    kind = tiny_world.task_kind(task)
     full = prompts.load("full")
     questioner, responder = prompts.Prompts.questioner, prompts.Prompts.responder
     calls: dict[Callable[..., Any], Parser] = {
@@ -116,7 +115,7 @@ def _task_parsers(task: str, answer: str) -> Iterator[tuple[Callable[..., Any], 
             parsing.parse_question, task=task, count_tokens=count_words, distinct_options=True
         ),
         tiny_world.true_answer: lambda text: tiny_world.true_answer(text, task, lines),
-        tiny_world.is_true: lambda text: tiny_world.is_true(text, answer, kind),
+        tiny_world.is_true: lambda text: tiny_world.is_true(text, answer, task),
         measure_answer: part(measure_answer, question=question, extract="lenient"),
         evidence.with_answer_phrase: part(evidence.with_answer_phrase, task=task),
         questioner: lambda text: full.questioner(

@@ -82,7 +82,7 @@ NO_READERS = {
     *("rollout.judge", "rollout.replies", "rollout.text_model", "rollout.worker", "rollout.flags"),
     *("algorithms.base", "algorithms.registry", "algorithms.algorithm"),
     *("algorithms.dry", "rollout.repliers"),  # they write texts, and ask models
-    *("held_out.share", "held_out.by_row"),
+    *("held_out.share", "held_out.to_report", "held_out.accuracy_by_row"),
     *(
         "algorithms.annotations",
         "algorithms.answering",
@@ -129,12 +129,16 @@ NO_READERS = {
     *("facts.define_flags", "facts.held_out_questions", "values.read_number"),
     *("memory.QuestionMemory.get", "memory.QuestionMemory.state_dict", "hops.join_hop"),
     *(f"probes.ProbeSet.{name}" for name in ("measure", "push", "state_dict", "load_state_dict")),
-    *("held_out.Evaluation.full", "held_out.Evaluation.quick", "spell_evaluation.task_kind"),
+    *("held_out.Evaluation.full", "held_out.Evaluation.quick"),
     # These read answers by functions that are listed.
-    *(f"held_out.HeldOutQuestions.{name}" for name in ("full", "quick", "measure")),
-    *("spell_evaluation.TinyEvaluation.full", "spell_evaluation.TinyEvaluation.quick"),
-    "spell_evaluation.TinyEvaluation.make_items",
-    "question_evaluation.QuestionEvaluation.full",
+    *(f"held_out.HeldOut.{name}" for name in ("full", "quick", "report", "summarize")),
+    *("held_out.on_questions", "held_out.score_answer"),
+    *("spell_evaluation.evaluate_questions", "spell_evaluation.evaluate_tiny_world"),
+    *("spell_evaluation.make_questions", "spell_evaluation.mean_of_rows"),
+    *(
+        f"spell_evaluation.RoleExams.{name}"
+        for name in ("make_prompt", "responder", "verifier", "questioner")
+    ),
 }
 # Readers of files and replies, with a test of their own below.
 ELSEWHERE = {

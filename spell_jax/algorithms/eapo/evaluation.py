@@ -6,20 +6,23 @@ same questions before and after a run.
 
 from __future__ import annotations
 
-from spell_jax.algorithms.held_out import HeldOutQuestions
+import functools
+from collections.abc import Sequence
+
+from spell_jax.algorithms.held_out import HeldOut, on_questions
 from spell_jax.data.questions import Question
 from spell_jax.selfplay import evidence, rules
 from spell_jax.selfplay.prompts import Prompts
 
 
 def held_out_evidence(
-    prompts: Prompts, questions: tuple[Question, ...], extract: str = "lenient"
-) -> HeldOutQuestions:
+    prompts: Prompts, questions: Sequence[Question], extract: str = "lenient"
+) -> HeldOut:
     def make_prompt(question: Question) -> str:
         return prompts.evidence(question.documents, question.question)
 
-    section = "structured answers"
-    return HeldOutQuestions(prompts, questions, section, make_prompt, measure_answer, extract)
+    measure = functools.partial(measure_answer, extract=extract)
+    return on_questions(questions, make_prompt, measure, "structured answers")
 
 
 def measure_answer(text: str, question: Question, extract: str) -> dict[str, float]:

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
+from spell_jax.algorithms.held_out import HeldOut
+from spell_jax.algorithms.reconstruction.evaluation import held_out_puzzles
 from spell_jax.algorithms.registry import ALGORITHMS
 from spell_jax.data.config import DataConfig
 from spell_jax.data.tiny_stories import make_stories
@@ -17,10 +18,10 @@ HELD_OUT = make_stories(9, 5, (9, 11))
 SECTION = "reconstruction, by number of options"
 
 
-def make(held_out=HELD_OUT, cap: int = 10_000, **options) -> PuzzleEvaluation:
+def make(held_out=HELD_OUT, cap: int = 10_000, **options) -> HeldOut:
     sizes = {"evaluation_puzzles": 12, "validation_puzzles": 7} | options
     rising = config(options=(4, 2), option_weights=(1, 1), **sizes)
-    return PuzzleEvaluation(rising, context(held_out=held_out, cap=cap))
+    return held_out_puzzles(rising, context(held_out=held_out, cap=cap))
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def make(held_out=HELD_OUT, cap: int = 10_000, **options) -> PuzzleEvaluation:
 def test_evaluation_needs_held_out_documents(source, share, expected):
     data = DataConfig(source=source, held_out=share)
     evaluation = ALGORITHMS["reconstruction"].evaluate(config(), context(held_out=HELD_OUT), data)
-    assert isinstance(evaluation, PuzzleEvaluation) == expected
+    assert (evaluation is not None) == expected
 
 
 def test_perfect_policy_scores_one():

@@ -6,29 +6,24 @@ import re
 
 import pytest
 
+from spell_jax.algorithms.held_out import HeldOut
 from spell_jax.algorithms.spell import evaluation
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.algorithms.spell.evaluation import TinyEvaluation
+from spell_jax.algorithms.spell.evaluation import RoleExams, make_questions
 from spell_jax.data import tiny_world as world
 from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.data.config import TinyEvaluationConfig
-from spell_jax.selfplay import prompts
-from tests.algorithms.scripted import ScriptedModels
+from tests.algorithms.scripted import ScriptedModels, make_context
 from tests.evaluation.oracle import documents_of, perfect, questioner
 
-PROMPTS = prompts.load("compact")
+QA, MATH, CHOICE = PAPER_TASKS
 GAME = SpellConfig(documents=(2,), max_answer_tokens=3, distinct_options=True)
 SETTINGS = {"per_cell": 12, "documents": (2, 5), "quick_per_cell": 6, "quick_documents": (3,)}
 
 
-def count_words(text: str) -> int:
-    return len(text.split())
-
-
-def make(**settings) -> TinyEvaluation:
-    fields = {"prompts": PROMPTS, "algorithm": GAME, "count_tokens": count_words}
-    fields |= {name: settings.pop(name) for name in fields if name in settings}
-    return TinyEvaluation(**fields, sizes=TinyEvaluationConfig(**settings))
+def make(config: SpellConfig = GAME, **sizes) -> HeldOut:
+    exams = RoleExams(config, make_context())
+    return evaluation.evaluate_tiny_world(exams, TinyEvaluationConfig(**sizes))
 
 
 SMALL = make(**SETTINGS)
@@ -119,28 +114,28 @@ def test_answers_and_verdicts_are_greedy_and_questions_are_sampled():
     assert {call.model for call in ask.calls} == {"policy"}
 
 
-def test_items_match_their_kind_and_are_reproducible():
+def test_questions_match_their_kind_and_are_reproducible():
     for kind in world.KINDS:
-        items = SMALL.make_items(4, kind, 20)
-        assert items == SMALL.make_items(4, kind, 30)[:20]
-        assert len({item.documents for item in items}) == 20
-        for item in items:
-            assert item.kind == kind == world.question_kind(item.question)
-            assert len(item.documents) == 4
+        questions = make_questions(4, kind, 20)
+        assert questions == make_questions(4, kind, 30)[:20]
+        assert len({question.documents for question in questions}) == 20
+        for question in questions:
+            assert kind == world.question_kind(question.question)
+            assert question.task == world.TASK_OF_KIND[kind] and len(question.documents) == 4
             truth = world.oracle_choice if kind == "choice" else world.oracle
-            assert truth(item.question, item.documents) == item.truth
-    assert SMALL.make_items(2, "two_hop", 30)  # two documents suffice for a two-hop question
+            assert truth(question.question, question.documents) == question.answer
+    assert make_questions(2, "two_hop", 30)  # two documents suffice for a two-hop question
 
 
-@pytest.mark.parametrize("seed", [0, make().sizes.seed])
+@pytest.mark.parametrize("seed", [0, TinyEvaluationConfig().seed])
 def test_held_out_documents_differ_from_training_documents(seed):
     trained = world.make_clusters(seed, 300, (3, 8))
     training_texts = {text for cluster in trained for text in cluster.documents}
-    items = [item for kind in world.KINDS for item in make().make_items(3, kind, 50)]
+    held_out = {q.documents for kind in world.KINDS for q in make_questions(3, kind, 50)}
     alike = world.make_clusters(seed, 300, (3,))
-    assert not {item.documents for item in items} & {c.documents for c in alike}
+    assert not held_out & {c.documents for c in alike}
     # Texts that are equal by chance.
-    assert len({t for item in items for t in item.documents} & training_texts) < 5
+    assert len({text for documents in held_out for text in documents} & training_texts) < 5
 
 
 def test_letter_shares_reveal_a_model_that_always_answers_b():
@@ -161,7 +156,7 @@ def test_questions_about_unknown_names_are_not_answerable():
         assert row["accepted"][0] == 1.0 and row["answerable, of accepted"][0] == 0.0
 
 
-def questioner_prompts(evaluation: TinyEvaluation) -> list[str]:
+def questioner_prompts(evaluation: HeldOut) -> list[str]:
     ask = ScriptedModels(perfect)
     evaluation.full(ask)
     (call,) = [call for call in ask.calls if call.role == "questioner"]
@@ -175,7 +170,7 @@ def test_questioner_sees_as_many_documents_as_in_training():
     for prompt in prompts[fresh:]:
         facts = world.read_facts(documents_of(prompt)[:2])
         assert [name for name, _ in facts if name in prompt.partition("known")[2]], prompt
-    forgetful = make(**SETTINGS, algorithm=SpellConfig(documents=(2,), memory=0))
+    forgetful = make(SpellConfig(documents=(2,), memory=0), **SETTINGS)
     assert questioner_prompts(forgetful) == prompts[:fresh]
 
 
@@ -197,24 +192,24 @@ def test_proposals_rejected_in_training_are_not_accepted(spoil, task):
 
 
 @pytest.mark.parametrize(
-    ("prediction", "truth", "kind", "right"),
+    ("prediction", "truth", "task", "right"),
     [
-        ("Fjordton", world.canonical("Oslo"), "lookup", True),
-        ("Mr Bela", world.canonical("Bela"), "two_hop", True),
-        ("34 dollars", "34", "lookup", True),
-        ("Rome", world.canonical("Oslo"), "lookup", False),
-        ("46.0", "46", "math", True),
-        ("$46", "46", "math", True),
-        ("4600", "46", "math", False),  # the rule's tolerance in percent does not apply here
-        ("-46", "46", "math", False),
-        ("B", "B", "choice", True),
-        ("b", "B", "choice", False),
-        (None, world.canonical("Oslo"), "lookup", False),
-        ("", world.canonical("Oslo"), "lookup", False),
+        ("Fjordton", world.canonical("Oslo"), QA, True),
+        ("Mr Bela", world.canonical("Bela"), QA, True),
+        ("34 dollars", "34", QA, True),
+        ("Rome", world.canonical("Oslo"), QA, False),
+        ("46.0", "46", MATH, True),
+        ("$46", "46", MATH, True),
+        ("4600", "46", MATH, False),  # the rule's tolerance in percent does not apply here
+        ("-46", "46", MATH, False),
+        ("B", "B", CHOICE, True),
+        ("b", "B", CHOICE, False),
+        (None, world.canonical("Oslo"), QA, False),
+        ("", world.canonical("Oslo"), QA, False),
     ],
 )
-def test_is_true_compares_answers_by_question_kind(prediction, truth, kind, right):
-    assert evaluation.is_true(prediction, truth, kind) == right
+def test_is_true_compares_answers_by_task(prediction, truth, task, right):
+    assert evaluation.is_true(prediction, truth, task) == right
 
 
 @pytest.mark.parametrize(
@@ -235,4 +230,4 @@ def test_invalid_setting_is_named_in_the_error(options, field):
 
 def test_more_documents_than_the_world_has_are_rejected():
     with pytest.raises(ValueError, match=r"algorithm\.documents = \(2, 25\)"):
-        make(algorithm=SpellConfig(documents=(2, 25)))
+        make(SpellConfig(documents=(2, 25)))

@@ -6,14 +6,13 @@ import json
 
 import pytest
 
+from spell_jax.algorithms.held_out import HeldOut
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.algorithms.spell.question_evaluation import QuestionEvaluation
+from spell_jax.algorithms.spell.evaluation import RoleExams, evaluate_questions
 from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.data.questions import Question
-from spell_jax.selfplay import prompts
-from tests.algorithms.scripted import ScriptedModels
+from tests.algorithms.scripted import PROMPTS, ScriptedModels, make_context
 
-PROMPTS = prompts.load("compact")
 QUESTIONS = (
     Question(
         "general_qa",
@@ -28,9 +27,9 @@ QUESTIONS = (
 )
 
 
-def make(**changes) -> QuestionEvaluation:
-    fields = {"algorithm": SpellConfig(documents=(2,)), "tasks": PAPER_TASKS, "count_tokens": len}
-    return QuestionEvaluation(PROMPTS, QUESTIONS, **fields | changes)
+def make(questions=QUESTIONS, tasks=PAPER_TASKS) -> HeldOut:
+    exams = RoleExams(SpellConfig(documents=(2,)), make_context())
+    return evaluate_questions(exams, questions, tasks)
 
 
 def script(role: str, prompt: str, sibling: int, model: str) -> str | None:
@@ -77,9 +76,7 @@ def test_questioner_reads_the_first_documents_for_every_task():
 
 def test_questions_without_other_answers_have_no_verifier_section():
     plain = (Question("general_qa", ("x",), "What?", "x"),)
-    evaluation = QuestionEvaluation(
-        PROMPTS, plain, algorithm=SpellConfig(), tasks=("general_qa",), count_tokens=len
-    )
+    evaluation = make(plain, ("general_qa",))
     report = evaluation.full(ScriptedModels(lambda *_: "The answer is x")).report
     assert set(report) == {"responder accuracy (rule)", "questioner"}
     assert report["responder accuracy (rule)"]["all"] == {"": (1.0, 0.0)}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from launch.experiments.ladder import evaluation
-from launch.experiments.ladder.evaluation import LadderEvaluation
+from spell_jax.algorithms.held_out import HeldOut
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.config import DataConfig, TinyConfig, TinyEvaluationConfig
 from tests.algorithms.scripted import ScriptedModels, make_context
@@ -17,7 +16,7 @@ from tests.algorithms.spell.test_chained_questions import answer, write
 SIZES = {"per_cell": 4, "documents": (5, 9), "quick_per_cell": 3, "quick_documents": (9,)}
 
 
-def make_evaluation(**sizes: Any) -> LadderEvaluation:
+def make_evaluation(**sizes: Any) -> HeldOut:
     data = DataConfig(tiny=TinyConfig(evaluation=TinyEvaluationConfig(**(SIZES | sizes))))
     return evaluation.held_out(SpellConfig(), make_context(), data)
 
@@ -44,10 +43,8 @@ def test_validation_has_accuracies_by_depth():
         is_deep = role == "responder" and prompt.splitlines()[-1].count(" of ") > 2
         return "answer is Nobody" if is_deep else greedy(role, prompt, sibling, model)
 
-    score, numbers = dataclasses.replace(make_evaluation(), depths=(1, 2, 3, 4)).quick(
-        ScriptedModels(shallow)
-    )
-    assert score == numbers["responder"] == 0.5
+    score, numbers = make_evaluation().quick(ScriptedModels(shallow))
+    assert score == numbers["responder"] == 2 / 8
     assert numbers["depth/2"] == 1.0 and numbers["depth/3"] == 0.0
     assert numbers["verifier"] == 1.0
 
