@@ -197,6 +197,7 @@ def random_groups(
             prompt,
             [Sample(answer) for answer in rng.integers(vocab, size=(group, tokens))],
             list(rng.normal(size=group)),
+            "answers",
         )
         for prompt in prompts
     ]

@@ -372,7 +372,7 @@ class SpellBenchmark(SlotBenchmark):
         _compile(sampler.start_session(learner.cast(state.params)), sizes)
         # A tiny group compiles the update's programs: the learner has one bucket.
         state, _ = learner.update(
-            state, [packing.TrainGroup([0], [Sample(np.zeros(1, np.int32))], [1.0])]
+            state, [packing.TrainGroup([0], [Sample(np.zeros(1, np.int32))], [1.0], "answers")]
         )
         jax.block_until_ready(state)
 

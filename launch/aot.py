@@ -165,6 +165,7 @@ class RunPrograms:
             mesh,
             sampling.temperature,
             config.policy.compute_dtype,
+            self.algorithm.group_names,
         )
         # Any stop token will do: its id does not change the program.
         self.sampler = Sampler(
@@ -173,7 +174,7 @@ class RunPrograms:
             (0,),
             mesh,
             record_experts=self.learner.loss.routing == "sampled",
-            has_dropout=bool(config.algorithm.get("vocabulary_dropout", 0.0)),
+            has_dropout=self.algorithm.has_dropout,
         )
         self.lane = self.sampler.shape.lane_of(self.group)
         shapes, axes = transformer.abstract_params(policy)

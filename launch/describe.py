@@ -118,7 +118,7 @@ def _describe_step(run: RunConfig) -> Iterator[str]:
 def _describe_update(checked: Checked, run: RunConfig) -> Iterator[str]:
     groups = longest_groups(run.algorithm, run.sampler)
     counts = packing.count_answers(groups)
-    answers = " + ".join(f"{count:,} {role}" for role, count in counts.items())
+    answers = " + ".join(f"{count:,} {name}" for name, count in counts.items())
     yield f"at most {answers} answers, in {len(groups):,} groups; if all were at their caps:"
     laid_out = lay_out(groups, run.packing, meshes.row_shards(checked.mesh), checked.context)
     batches = Counter((bucket, count) for bucket, count, _ in laid_out)

@@ -212,5 +212,6 @@ def _random_groups(policy: PolicyConfig, sizes: UpdateSizes) -> list[packing.Tra
         question = np.concatenate([[number], tokens(sizes.question - 1)])
         samples = [Sample(answer) for answer in tokens(sizes.group, sizes.response)]
         rewards = list(rng.normal(size=sizes.group))
-        groups.append(packing.TrainGroup(np.concatenate([documents, question]), samples, rewards))
+        prompt = np.concatenate([documents, question])
+        groups.append(packing.TrainGroup(prompt, samples, rewards, "answers"))
     return groups

@@ -137,6 +137,11 @@ class AlgorithmConfig:
         return ()
 
     @property
+    def group_names(self) -> tuple[str, ...]:
+        """Names of the policy's training groups, each with its metric train/entropy/NAME."""
+        return ("responder",)
+
+    @property
     def hints(self) -> dict[str, str]:
         """Metric -> why updates are empty if it is the largest of these metrics, and the remedy."""
         return {

@@ -31,7 +31,6 @@ PAPER_TASKS = ("general_qa", "financial_math", "multiple_choice")
 CLOZE = "cloze"  # sentences with a gap (selfplay/cloze.py)
 TASKS = (*PAPER_TASKS, CLOZE)
 TEXT_TASKS = ("general_qa", CLOZE)  # answers are texts, compared by their words
-ROLES = ("questioner", "responder", "verifier")  # of the policy in SPELL self-play
 LETTERS = ("A", "B", "C", "D")  # labels of multiple-choice options
 SUFFIXES = (".txt", ".md")
 # Least max_document_tokens: a slice of 2 characters, of up to 4 tokens each, fits (_split_units).

@@ -64,8 +64,8 @@ class TinyEvaluationConfig:
     Attributes:
       seed: seed of all questions, different from the seed of the training clusters.
       per_cell: questions for each kind and number of documents, and questions to be written for
-        each task; the verifier gets twice as many pairs.
-      documents: numbers of documents that the responder reads.
+        each task; twice as many pairs of answers are to be judged.
+      documents: numbers of documents that are read for an answer.
       quick_per_cell: per_cell of the validation during a run.
       quick_documents: documents of the validation during a run.
     """

@@ -4,7 +4,7 @@
    costs and friend. A cluster is n documents, and all friends in it are people of the cluster.
 2. Questions are of four kinds: look-up ("city of Arvo"), two-hop ("city of friend of Arvo"), sums
    ("sales of Arvo plus costs of Bela") and four-way choices of a friend. The sum "sales of Arvo
-   versus costs of Bela" asks for the absolute difference, because the questioner does not know yet
+   versus costs of Bela" asks for the absolute difference, because its author does not know yet
    which figure is larger.
 3. Values have several surface forms. A city has two names (documents use either), and names and
    figures may be decorated ("Mr Bela", "34 dollars"). A string comparison misses some matches.
@@ -186,8 +186,8 @@ def sample_sum(rng: np.random.Generator, word: str) -> str:
 
 def sample_options(rng: np.random.Generator, answer: str, letter: str) -> dict[str, str]:
     """Sample four distinct options of the answer's type, with the answer at `letter`."""
-    # Wrong options come from the whole world. The documents hold few values, so a small questioner
-    # restricted to the documents would nearly always repeat an option.
+    # Wrong options come from the whole world. The documents hold few values, so a small policy that
+    # writes options from the documents alone would nearly always repeat an option.
     if answer.isdigit():
         world = [str(n) for n in FIGURES]
     else:

@@ -17,7 +17,6 @@ import jax
 from absl import app
 from etils import epath
 
-from spell_jax.data.clusters import ROLES
 from spell_jax.policy.choices import THINKING
 from spell_jax.rollout.replies import Reply
 from spell_jax.rollout.text_model import TextModel
@@ -28,7 +27,7 @@ from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import memory, parsing, rules
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.prompts import Prompts
+from spell_jax.selfplay.prompts import ROLES, Prompts
 
 log = logging.getLogger(__name__)
 

@@ -87,7 +87,7 @@ def _batches(
     # Sorted, so that prompts with the same examples are neighbors and are packed as one tree.
     for prompt, indices in sorted(by_prompt.items()):
         samples = [Sample(np.array(pairs[i][1], np.int32)) for i in indices]
-        group = TrainGroup(prompt, samples, [1.0] * len(samples))
+        group = TrainGroup(prompt, samples, [1.0] * len(samples), "continuations")
         classes[next((n for n in lengths if group.tokens <= n), last)].append(group)
     for length, groups in classes.items():
         # The head reads as many hidden states as a row has places for answer tokens.

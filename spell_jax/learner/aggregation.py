@@ -40,8 +40,8 @@ def weigh(
 
     "token_mean": 1 / all answer tokens (our default, invariant to packing). "group_mean": the token
     mean of each group, averaged over groups (paper Eq. 12; a questioner row is a group of one).
-    "role_mean": one token mean per role, summed over roles. "role_group_mean": the token mean of
-    each group, averaged over the groups of its role, then summed over roles (paper Eq. 10 with
+    "role_mean": one token mean per group name, summed over names. "role_group_mean": the token mean
+    of each group, averaged over the groups of its name, then summed over names (paper Eq. 10 with
     Eq. 12). "sequence_mean": the token mean of each answer, averaged within groups, then over
     groups (paper Eq. 2). "sequence_sum": the sum over each answer's tokens divided by the constant
     `sequence_tokens`, averaged over answers, so that a token weighs the same in a long answer as in
@@ -53,17 +53,17 @@ def weigh(
     # Counts are over all micro-batches of the update: a weight needs no later division.
     total = sum(group.answer_tokens for group in groups)
     answers = sum(len(group.samples) for group in groups)
-    tokens_of_role, groups_of_role = collections.Counter(), collections.Counter()
+    tokens_of_name, groups_of_name = collections.Counter(), collections.Counter()
     for group in groups:
-        tokens_of_role[group.name] += group.answer_tokens
-        groups_of_role[group.name] += 1
+        tokens_of_name[group.name] += group.answer_tokens
+        groups_of_name[group.name] += 1
     weights = []
     for group in groups:
         denominators = {  # tokens among which the loss is divided
             "token_mean": total,
             "group_mean": group.answer_tokens * len(groups),
-            "role_mean": tokens_of_role[group.name],
-            "role_group_mean": group.answer_tokens * groups_of_role[group.name],
+            "role_mean": tokens_of_name[group.name],
+            "role_group_mean": group.answer_tokens * groups_of_name[group.name],
             "sequence_sum": sequence_tokens * answers,
         }
         # "sequence_mean" alone has a denominator that differs between the answers of a group.

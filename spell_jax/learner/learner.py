@@ -62,9 +62,11 @@ class Learner:
         mesh: jax.sharding.Mesh,
         temperature: float = 1.0,
         compute_dtype: str = "float32",
+        group_names: Sequence[str] = (),
     ):
         """Build the jitted functions; nothing is compiled yet.
 
+        Of each of the `group_names` an update has a mean entropy (statistics.means).
         ValueError if a row cannot be split over the mesh's context axis, or the loss needs experts
         that the policy does not have.
         """
@@ -75,7 +77,9 @@ class Learner:
         compute_dtype = products.resolve_dtype(compute_dtype, mesh)
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.max_skipped = optimizer.max_skipped
-        self.spec = UpdateSpec(policy, optimizer, loss, temperature, compute_dtype)
+        self.spec = UpdateSpec(
+            policy, optimizer, loss, temperature, compute_dtype, tuple(group_names)
+        )
         self.fns = update.make_update_fns(self.spec, mesh)
         self.frozen: transformer.Params = {}
         self.no_experts = moe.no_experts(policy) if loss.routing == "sampled" else None
@@ -138,6 +142,7 @@ class Learner:
             devices,
             layout.shared_prefix == "tree",
             self.no_experts,
+            self.spec.group_names,
         )
         return batches, len(refused)
 
@@ -348,7 +353,8 @@ class Update:
         sums, norms = jax.device_get((sums, norms))
         if norms["skipped_in_a_row"] >= self._learner.max_skipped:
             raise self._explain()
-        return statistics.means(sums, norms) | self._packed_numbers()
+        group_names = self._learner.spec.group_names
+        return statistics.means(sums, norms, group_names) | self._packed_numbers()
 
     def _packed_numbers(self) -> dict[str, float]:
         filled = sum(np.count_nonzero(batch.last_query >= 0) for batch in self._batches)

@@ -16,12 +16,9 @@ from jaxtyping import Array, Float32, Int32
 
 from spell_jax.learner import packing, preference
 from spell_jax.learner.loss_config import LossConfig
-from spell_jax.learner.token_sums import sum_by_answer, sum_by_role
+from spell_jax.learner.token_sums import sum_by_answer
 
 _FARTHEST = 20.0  # log-ratios are clipped to +-20, so that exp does not overflow
-
-
-ROLE_SUMS = ("role_tokens", "role_entropy")  # like LossConfig.sums, but one value per role
 
 
 def batch_loss(
@@ -31,7 +28,7 @@ def batch_loss(
     config: LossConfig,
     reference_logprobs: Float32[Array, "B A"] | None = None,
 ) -> tuple[Float32[Array, ""], dict[str, Float32[Array, ...]]]:
-    """Return the loss of a micro-batch, and the sums of LossConfig.sums and ROLE_SUMS.
+    """Return the loss of a micro-batch, and the sums of LossConfig.sums.
 
     Entropies are in nats; a KL term needs the reference's logprobs.
     """
@@ -53,8 +50,6 @@ def batch_loss(
         "tokens": jnp.sum(real),
         "entropy": jnp.sum(entropy * real),
         "mean_logprob": jnp.sum(batch.weight * logprobs),
-        "role_tokens": sum_by_role(real, batch.role),
-        "role_entropy": sum_by_role(entropy * real, batch.role),
     }
     if "sampler_difference" in config.sums:
         # 0 stands for a missing logprob (MicroBatch.old_logprob).

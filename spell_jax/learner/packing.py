@@ -23,7 +23,6 @@ import flax.struct
 import jax
 import numpy as np
 
-from spell_jax.data.clusters import ROLES
 from spell_jax.data.samples import Sample
 from spell_jax.learner import context_layout, shapes, trees
 from spell_jax.learner.shapes import AUTO, Bucket, MicroRows
@@ -42,7 +41,7 @@ class TrainGroup:
       prompt: token ids [P], P >= 1.
       samples: answers [G], G >= 1, each of at least one token.
       advantages: advantage of each answer [G].
-      name: role of the answers; counts and aggregations are by name.
+      name: name of the group, such as a role; counts and aggregations are by name.
       model: name of the trained model, "policy" or one of Algorithm.trained.
       reference_prompt: token ids [<= P] after which the reference model scores the answers; None:
         `prompt`. Only for loss.old_logprobs = "reference" and loss.distillation_weight.
@@ -55,7 +54,7 @@ class TrainGroup:
     prompt: Tokens
     samples: Sequence[Sample]
     advantages: Sequence[float]
-    name: str = "responder"
+    name: str
     model: str = "policy"
     reference_prompt: Tokens | None = None
     aligned: TrainGroup | None = None
@@ -157,7 +156,8 @@ class MicroBatch:
         where the sample has none.
       cutoff: cut-off of the sampler's filters (Sample.cutoffs), float32 [B, A]; -inf where the
         sample has none.
-      role: index of the group's name in ROLES, or len(ROLES) for any other name, int32 [B, A].
+      group_name: index of the group's name in the learner's N group names, or N for any other
+        name, int32 [B, A].
       answer: number of the answer in its row, int32 [B, A]; -1 where padded.
       group: number of the group in its row, int32 [B, A]; -1 where padded.
       answer_id: number of the answer over all groups (GroupPart), int32 [B, A]; -1 where padded,
@@ -176,7 +176,7 @@ class MicroBatch:
     weight: Array
     old_logprob: Array
     cutoff: Array
-    role: Array
+    group_name: Array
     answer: Array
     group: Array
     answer_id: Array
@@ -322,7 +322,7 @@ def separate_answers(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
 def in_parts(groups: Sequence[TrainGroup], count: int) -> list[list[TrainGroup]]:
     """Split groups into `count` parts, one per optimizer step; no part is empty.
 
-    Part i gets every count-th group from i on, so each part has the roles of the whole in the same
+    Part i gets every count-th group from i on, so each part has the names of the whole in the same
     order, and sizes differ by at most one. Fewer groups than `count` make fewer parts.
     """
     if count < 1:
@@ -339,6 +339,7 @@ def pack(
     devices: int = 1,
     with_trees: bool = True,
     no_experts: np.ndarray | None = None,
+    group_names: Sequence[str] = (),
 ) -> list[MicroBatch]:
     """Pack parts that fit the largest row (split_groups) into micro-batches of numpy arrays.
 
@@ -347,14 +348,16 @@ def pack(
     `row_multiple` (devices along the row axis). Tokens of a row are laid out over `devices` devices
     (of the context axis). The same order of parts gives the same result. Without `with_trees`,
     groups share nothing. `no_experts` (moe.no_experts) asks for the recorded experts; tokens that
-    prompts of a tree share have the experts of the first prompt.
+    prompts of a tree share have the experts of the first prompt. `group_names` are the names that
+    MicroBatch.group_name numbers.
     """
     groups, by_number = [part.group for part in parts], [*itertools.chain.from_iterable(weights)]
     laid_out = lay_out(groups, buckets, token_budget, row_multiple, devices, with_trees)
-    return [
-        _stack(parts, by_number, rows, empty_micro_batch(bucket, count, no_experts), devices)
-        for bucket, count, rows in laid_out
-    ]
+    batches = []
+    for bucket, count, rows in laid_out:
+        batch = empty_micro_batch(bucket, count, no_experts)
+        batches.append(_stack(parts, by_number, rows, batch, devices, group_names))
+    return batches
 
 
 def lay_out(
@@ -384,10 +387,11 @@ def _stack(
     rows: Sequence[Sequence[GroupTree]],
     batch: MicroBatch,
     devices: int,
+    group_names: Sequence[str],
 ) -> MicroBatch:
     """Write rows of trees into a micro-batch of padding, and return it."""
     for row, members in enumerate(rows):
-        writer = _RowWriter(batch, row)
+        writer = _RowWriter(batch, row, group_names)
         for tree in members:
             writer.write(parts, weights, tree)
         if devices > 1:
@@ -420,7 +424,7 @@ def empty_micro_batch(
         weight=np.zeros(short, np.float32),
         old_logprob=np.zeros(short, np.float32),
         cutoff=np.full(short, -np.inf, np.float32),
-        role=np.zeros(short, np.int32),
+        group_name=np.zeros(short, np.int32),
         answer=np.full(short, -1, np.int32),
         group=np.full(short, -1, np.int32),
         answer_id=np.full(short, -1, np.int32),
@@ -431,8 +435,9 @@ def empty_micro_batch(
 class _RowWriter:
     """Writer of one row of a micro-batch, from its first column and its first answer slot on."""
 
-    def __init__(self, batch: MicroBatch, row: int):
+    def __init__(self, batch: MicroBatch, row: int, group_names: Sequence[str]):
         self._row = jax.tree.map(lambda array: array[row], batch)  # views
+        self._index_of = {name: index for index, name in enumerate(group_names)}
         self.is_answer = np.zeros(len(self._row.tokens), bool)
         self.end = 0  # columns written
         self._filled = self._answers = self._groups = 0
@@ -468,7 +473,7 @@ class _RowWriter:
         numbers: Sequence[int],
     ) -> None:
         """Write answers with these weights and numbers to the prompt at columns `path`."""
-        row, role = self._row, ROLES.index(group.name) if group.name in ROLES else len(ROLES)
+        row, name = self._row, self._index_of.get(group.name, len(self._index_of))
         for i, sample in enumerate(group.samples):
             columns = slice(self.end, self.end + len(sample.tokens))
             slots = slice(self._filled, self._filled + len(sample.tokens))
@@ -484,7 +489,7 @@ class _RowWriter:
             if group.token_advantages is not None:
                 row.advantage[slots] += group.token_advantages[i]
             row.weight[slots] = weights[i]
-            row.role[slots] = role
+            row.group_name[slots] = name
             row.answer[slots] = self._answers
             row.group[slots] = self._groups
             row.answer_id[slots] = numbers[i]

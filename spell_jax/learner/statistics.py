@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.data.clusters import ROLES
 from spell_jax.learner.packing import MicroBatch, TrainGroup
 from spell_jax.policy.config import PolicyConfig
 
@@ -30,14 +29,16 @@ PEAKS = {
 }
 
 
-def means(sums: Mapping[str, Any], norms: Mapping[str, Any]) -> dict[str, float]:
+def means(
+    sums: Mapping[str, Any], norms: Mapping[str, Any], group_names: Sequence[str]
+) -> dict[str, float]:
     """Return metrics of an update: the loss, and other sums divided by token count or loss weight.
 
     "router_max_load" is the busiest expert's tokens over the mean, averaged over layers (1:
     balanced; E / k: all tokens go to the same k experts), "router_idle" the share of experts
     without tokens. "router_difference" is the share of tokens and layers in which the recorded
-    experts differ from the router's choice (loss.routing "sampled"). "entropy/ROLE" is given for
-    each role that has tokens.
+    experts differ from the router's choice (loss.routing "sampled"). "entropy/NAME" is given for
+    each of the group names that has tokens.
     """
     sums = dict(sums)
     extra_metrics = {}
@@ -46,10 +47,12 @@ def means(sums: Mapping[str, Any], norms: Mapping[str, Any]) -> dict[str, float]
         extra_metrics["router_idle"] = float(np.mean(load == 0))
     if (counts := sums.pop("router_difference", None)) is not None:
         extra_metrics["router_difference"] = float(counts[0] / max(counts[1], 1.0))
-    # Without strict: the sums have a last entry for roles of other names, which no metric shows.
-    by_role = zip(ROLES, sums.pop("role_entropy"), sums.pop("role_tokens"), strict=False)
+    # Without strict: the sums have a last entry for all other names, which no metric shows.
+    by_name = zip(
+        group_names, sums.pop("entropy_by_name"), sums.pop("tokens_by_name"), strict=False
+    )
     extra_metrics |= {
-        f"entropy/{role}": float(sum_ / count) for role, sum_, count in by_role if count
+        f"entropy/{name}": float(sum_ / count) for name, sum_, count in by_name if count
     }
     # An update of padding alone has no tokens; it reports zeros, not NaN.
     tokens = max(float(sums["tokens"]), 1.0)
@@ -67,14 +70,14 @@ def means(sums: Mapping[str, Any], norms: Mapping[str, Any]) -> dict[str, float]
 
 
 def advantages(groups: Sequence[TrainGroup]) -> dict[str, tuple[float, int]]:
-    """Return (sum, count) over answers: "advantage/ROLE", and absolute: "advantage_size/ROLE"."""
-    by_role: dict[str, list[float]] = {}
+    """Return (sum, count) over answers: "advantage/NAME", and absolute: "advantage_size/NAME"."""
+    by_name: dict[str, list[float]] = {}
     for group in groups:
-        by_role.setdefault(group.name, []).extend(group.advantages)
+        by_name.setdefault(group.name, []).extend(group.advantages)
     pairs = {}
-    for role, values in by_role.items():
-        pairs[f"advantage/{role}"] = (sum(values), len(values))
-        pairs[f"advantage_size/{role}"] = (sum(map(abs, values)), len(values))
+    for name, values in by_name.items():
+        pairs[f"advantage/{name}"] = (sum(values), len(values))
+        pairs[f"advantage_size/{name}"] = (sum(map(abs, values)), len(values))
     return pairs
 
 

@@ -1,19 +1,17 @@
-"""Sums over the tokens of a micro-batch, by role, answer or group, on the devices."""
+"""Sums over the tokens of a micro-batch, by group name, answer or group, on the devices."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, Shaped
 
-from spell_jax.data.clusters import ROLES
 
-
-def sum_by_role(
-    values: Shaped[Array, "B A"], role: Int32[Array, "B A"]
-) -> Float32[Array, " roles"]:
-    """Sum values by role (see MicroBatch): ROLES, and one for all other names."""
-    of_role = role[..., None] == jnp.arange(len(ROLES) + 1)
-    return jnp.sum(jnp.where(of_role, values[..., None], 0.0), axis=(0, 1))
+def sum_by_name(
+    values: Shaped[Array, "B A"], group_name: Int32[Array, "B A"], names: int
+) -> Float32[Array, " names"]:
+    """Sum values by MicroBatch.group_name, an index below `names`."""
+    has_name = group_name[..., None] == jnp.arange(names)
+    return jnp.sum(jnp.where(has_name, values[..., None], 0.0), axis=(0, 1))
 
 
 def sum_by_answer(

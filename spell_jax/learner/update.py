@@ -23,11 +23,11 @@ import numpy as np
 import optax
 
 from spell_jax.attention import attend
-from spell_jax.data.clusters import ROLES
 from spell_jax.learner import lm_head, packing
 from spell_jax.learner import loss as losses
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
+from spell_jax.learner.token_sums import sum_by_name
 from spell_jax.policy import lora, moe, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
@@ -63,6 +63,7 @@ class UpdateSpec:
     loss: LossConfig
     temperature: float = 1.0  # sampling temperature, at which logprobs are taken
     compute_dtype: str = "float32"  # of weights and activations in forward and backward passes
+    group_names: tuple[str, ...] = ()  # names of groups that have sums of their own
 
     @property
     def moments_memory(self) -> str:
@@ -184,6 +185,9 @@ def micro_batch_loss(
         read = dataclasses.replace(batch, experts=None)
         reference_logprobs, *_ = score(spec, jax.lax.stop_gradient(reference), read)
     value, sums = losses.batch_loss(policy_logprobs, entropy, batch, spec.loss, reference_logprobs)
+    real, names = batch.weight > 0, len(spec.group_names) + 1
+    sums["tokens_by_name"] = sum_by_name(real, batch.group_name, names)
+    sums["entropy_by_name"] = sum_by_name(entropy * real, batch.group_name, names)
     if routing is not None:
         sums["router_load"] = routing.load
         if routing.differing is not None:
@@ -297,7 +301,8 @@ def _abstract_state(
 
 def _empty_sums(spec: UpdateSpec) -> dict[str, Any]:
     sums: dict[str, Any] = {name: np.zeros((), np.float32) for name in spec.loss.sums}
-    sums |= {name: np.zeros(len(ROLES) + 1, np.float32) for name in losses.ROLE_SUMS}
+    for name in ("tokens_by_name", "entropy_by_name"):  # the last sum is of all other names
+        sums[name] = np.zeros(len(spec.group_names) + 1, np.float32)
     if spec.policy.experts:
         sums["router_load"] = np.zeros((spec.policy.layers, spec.policy.experts), np.float32)
     if spec.loss.routing == "sampled":

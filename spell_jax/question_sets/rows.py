@@ -53,7 +53,7 @@ log = logging.getLogger("spell_jax.question_sets.rows")  # __name__ may be "__ma
 # questions about the same documents together: a search of the whole file would find few more.
 HISTORY_REACH = 3
 MOST_WRONG = 8  # numbers of the documents that may be wrong answers
-ROLES = ("questioner", "responder", "verifier", "reciter")
+ROLES = (*prompt_sets.ROLES, "reciter")
 RECITE = "recite"  # last line of a reciter's prompt
 
 

@@ -25,7 +25,6 @@ from typing import Any
 
 from etils import epath
 
-from spell_jax.data.clusters import ROLES
 from spell_jax.reporting.episodes import Episodes, choose_episodes, shares_of, spread_with_ends
 from spell_jax.reporting.panels import choose_panels, other_panels
 from spell_jax.reporting.tables import Table, compare_tables, six_digits
@@ -34,6 +33,7 @@ from spell_jax.runtime.finite import LARGEST_FLOAT32, is_finite
 from spell_jax.runtime.jsonl import read_json, write_lines
 from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.selfplay import rewards
+from spell_jax.selfplay.prompts import ROLES
 
 PAGE = "report.html"
 COMPARISON = "comparison.html"  # page of several runs, in the folder of the first

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from spell_jax.data.clusters import PAPER_TASKS, ROLES
+from spell_jax.data.clusters import PAPER_TASKS
+from spell_jax.selfplay.prompts import ROLES
 
 # Phases after the waiting times of the agents; "rollout" is the rest of the rollout's time.
 _PHASES = ("rollout", "update", "validate", "write", "save")

@@ -96,9 +96,8 @@ class _ModelCall(Protocol[Answer]):
     ) -> Answer:
         """Sample `group` replies per prompt from "policy" or another model of the run.
 
-        The role is a name for counts, such as "responder". A temperature of None is
-        sampler.temperature. `options`, fields of Options such as max_tokens, replace the sampler
-        config's.
+        The role is a name for counts. A temperature of None is sampler.temperature. `options`,
+        fields of Options such as max_tokens, replace the sampler config's.
         """
         ...
 

@@ -23,6 +23,7 @@ from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.rules import check_task
 
 NO_DOCUMENTS = "Empty"  # stands for the documents, as in the public code (spec 2.5)
+ROLES = ("questioner", "responder", "verifier")  # of the policy
 PACKAGED = Path(__file__).parent / "templates"
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 

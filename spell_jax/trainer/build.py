@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Sequence
 
 import jax
 
@@ -83,7 +84,10 @@ def make_run(config: RunConfig | Config) -> Run:
     config = read(config)
     folder = find_folder(config.policy.folder)
     mesh = meshes.make_mesh(dataclasses.asdict(config.mesh))
-    policy = _make_model(config, config.policy, folder, config.optimizer, config.loss, mesh)
+    group_names = config.algorithm.group_names
+    policy = _make_model(
+        config, config.policy, folder, config.optimizer, config.loss, mesh, group_names
+    )
     context = make_context(config, policy.tokenizer)
     algorithm, evaluation = make_algorithm(config, context)
     models = {"policy": policy}
@@ -157,6 +161,7 @@ def _make_model(
     optimizer: OptimizerConfig,
     loss_config: LossConfig,
     mesh: jax.sharding.Mesh,
+    group_names: Sequence[str] = (),
 ) -> Model:
     policy, tokenizer = read_model(model, folder)
     policy.check_length(config.sampler.longest)
@@ -168,6 +173,7 @@ def _make_model(
         mesh,
         config.sampler.temperature,
         model.compute_dtype,
+        group_names,
     )
     return Model(policy, tokenizer, folder, learner)
 

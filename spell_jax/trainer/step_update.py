@@ -87,8 +87,8 @@ def metrics(
     """
     metrics = Metrics()
     metrics.merge(rollout.metrics)
-    for role, count in packing.count_answers(rollout.groups).items():
-        metrics.add(f"train/rows/{role}", count)
+    for name, count in packing.count_answers(rollout.groups).items():
+        metrics.add(f"train/rows/{name}", count)
     for model, updates in numbers.items():
         prefix = "train/" if model == "policy" else f"train/{model}/"
         for update in updates:

@@ -198,6 +198,7 @@ def make_learner(config: SupervisedConfig, policy: PolicyConfig) -> Learner:
         config.packing,
         meshes.make_mesh(dataclasses.asdict(config.mesh)),
         compute_dtype=config.policy.compute_dtype,
+        group_names=prompts.ROLES,  # a row's role names its group
     )
 
 

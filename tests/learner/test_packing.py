@@ -340,13 +340,16 @@ SAMPLE, EMPTY = Sample(np.array([2, 3])), Sample(np.zeros(0, np.int32))
             {"samples": [SAMPLE, dataclasses.replace(SAMPLE, prompt_experts=np.zeros((2, 1, 1)))]},
             "group.samples: prompt_experts of 2 tokens, but the prompt has 1",
         ),
-        ({"aligned": TrainGroup([1], [SAMPLE] * 2, [0.0, 0.0])}, "group.aligned: must have the"),
-        ({"aligned": TrainGroup([1], [SAMPLE], [1.0])}, "group.aligned: must .* advantage 0"),
+        (
+            {"aligned": TrainGroup([1], [SAMPLE] * 2, [0.0] * 2, "a")},
+            "group.aligned: must have the",
+        ),
+        ({"aligned": TrainGroup([1], [SAMPLE], [1.0], "a")}, "group.aligned: must .* advantage 0"),
         ({"aligned": tiny.group([1], [[2, 4]], [0.0])}, "group.aligned: must have the first sam"),
     ],
 )
 def test_inconsistent_train_group_is_rejected(fields: dict, message: str) -> None:
-    valid_fields = {"prompt": [1], "samples": [SAMPLE] * 2, "advantages": [1.0, -1.0]}
+    valid_fields = {"prompt": [1], "samples": [SAMPLE] * 2, "advantages": [1.0, -1.0], "name": "a"}
     TrainGroup(**valid_fields)
     with pytest.raises(ValueError, match=message):
         TrainGroup(**valid_fields | fields)

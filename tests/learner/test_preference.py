@@ -48,7 +48,7 @@ ALIGNED = dataclasses.replace(DPO, align_weight=0.6)
 
 def aligned(group: TrainGroup, prompt: int) -> TrainGroup:
     """Return the group with its chosen answer also after another prompt of `prompt` tokens."""
-    aligned_group = TrainGroup(ids(prompt), group.samples[:1], [0.0])
+    aligned_group = TrainGroup(ids(prompt), group.samples[:1], [0.0], group.name)
     return dataclasses.replace(group, aligned=aligned_group)
 
 
@@ -194,7 +194,7 @@ def test_preference_loss_and_its_sums_by_hand():
     assert float(sums["chosen_reward"]) == pytest.approx(0.3 * (1.0 - 1.0) / 2, abs=1e-6)
     assert float(sums["rejected_reward"]) == pytest.approx(0.3 * (-0.25 + 1.5) / 2)
     assert float(value) == pytest.approx(0.7 * preference_loss + 0.2 * 2.25)
-    assert {*DPO.sums, *losses.ROLE_SUMS} == {*sums}
+    assert {*DPO.sums} == {*sums}
 
 
 def test_a_pair_is_refused_whole_and_never_split():
@@ -230,7 +230,7 @@ def test_distance_of_the_chosen_answers_rewards_by_hand():
     # Log-ratios of the chosen answer: 1.0 after its prompt, -2.5 after the other.
     assert float(sums["alignment"]) == pytest.approx(0.3 * 3.5)
     assert float(value - plain) == pytest.approx(0.6 * 0.3 * 3.5)
-    assert {*ALIGNED.sums, *losses.ROLE_SUMS} == {*sums}
+    assert {*ALIGNED.sums} == {*sums}
     assert float(sums["weight"]) == pytest.approx(1) and float(sums["tokens"]) == 3
 
 

@@ -105,6 +105,7 @@ def learner(**layout: Any) -> Learner:
         LossConfig(),
         config,
         update.meshes.make_mesh(None, update.jax.devices()[:1]),
+        group_names=("questioner", "responder", "verifier"),
     )
 
 
@@ -121,8 +122,8 @@ def test_trained_tokens_include_repeated_prompts():
 
 
 @pytest.mark.slow
-def test_entropy_is_reported_by_role():
-    """A role's entropy equals an update with this role alone; other roles have none."""
+def test_entropy_is_reported_by_group_name():
+    """A name's entropy equals an update with its group alone; other names have none."""
     tiny_learner = learner()
     answers = {"questioner": [7] * 3, "responder": [9] * 5, "verifier": [11], "row": [13] * 9}
     groups = {role: tiny.group([3, 4], [answer], [1.0], role) for role, answer in answers.items()}

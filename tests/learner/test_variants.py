@@ -56,7 +56,7 @@ def loss_inputs() -> tuple[MicroBatch, dict[str, np.ndarray]]:
         weight=weight.astype(np.float32),
         old_logprob=((logprobs - 0.25 * rng.normal(size=ANSWER.shape)) * real).astype(np.float32),
         cutoff=np.full(ANSWER.shape, -np.inf, np.float32),
-        role=np.zeros_like(ANSWER),
+        group_name=np.zeros_like(ANSWER),
         answer=ANSWER,
         group=ANSWER,
         answer_id=ANSWER,
@@ -179,7 +179,7 @@ def test_loss_sums_and_gradient_match_plain_loops(
     for name, number in expected_sums.items():
         assert float(sums[name]) == pytest.approx(number, rel=1e-5, abs=1e-6), name
     np.testing.assert_allclose(gradient, slope(config), rtol=1e-4, atol=1e-6)
-    assert set(sums) == {*config.sums, *losses.ROLE_SUMS}
+    assert set(sums) == {*config.sums}
     if correction in ("rollout", "recompute"):  # some ratios are clipped, some are not
         assert 0 < expected_sums["clip_share"] < 0.9 * float(sums["weight"])
         is_live = bool(dual_clip) and objective == "clip" and ratio != "sequence_mean"

@@ -107,7 +107,7 @@ def _sampled(
     groups = []
     for prompt, samples in zip(prompts, answers, strict=True):
         assert samples is not None
-        groups.append(TrainGroup(prompt, samples, [1.0] * SIBLINGS))
+        groups.append(TrainGroup(prompt, samples, [1.0] * SIBLINGS, "answers"))
     return groups
 
 

@@ -27,7 +27,6 @@ from ml_collections import ConfigDict
 
 from launch import random_policy
 from spell_jax.configs import eapo, paper, reconstruction, rlvr
-from spell_jax.data.clusters import ROLES
 from spell_jax.data.questions import Question, read_questions
 from spell_jax.data.samples import Sample
 from spell_jax.policy import tokenizer as tokenizers
@@ -570,7 +569,7 @@ def test_spell_on_filings(spell_data, qwen, meaning, tmp_path, monkeypatch) -> N
         assert bool(line["train/empty_update"]) == (rows.total() == 0)
         if rows.total():
             assert line["train/sampler_difference"] < 1e-4 and line["train/gradient_norm"] > 0
-    assert {role for role in learned if learned[role]} == ({*ROLES} if meaning else set())
+    assert {role for role in learned if learned[role]} == ({*prompts.ROLES} if meaning else set())
     assert has_changed(qwen, tmp_path / "policy") == meaning
 
 

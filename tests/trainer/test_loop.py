@@ -493,6 +493,7 @@ def test_judge_needs_a_url_and_a_model(rule, policy, monkeypatch):
 def test_prompt_cap_leaves_room_for_the_chat_layout(policy):
     run = loop.make_run(noise.small_config(policy))
     assert isinstance(run.algorithm, Spell)
+    assert run.learner.spec.group_names == ("questioner", "responder", "verifier")
     # Two tokens of a prompt's room are the chat layout's.
     assert run.algorithm.questioner._cap == 128 - len(run.tokenizer.chat("")) == 126
     assert len(run.tokenizer.chat("x" * 5)) == len(run.tokenizer.encode("x" * 5)) + 2

@@ -78,5 +78,6 @@ def pair_answers(episode: PairEpisode, chosen_index: int, rejected_index: int) -
         episode.response.prompt,
         [samples[chosen_index], samples[rejected_index]],
         [CHOSEN, REJECTED],
+        "responder",
         reference_prompt=episode.short_response.prompt,
     )

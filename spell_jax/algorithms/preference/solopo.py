@@ -81,7 +81,8 @@ def pair_answers(episode: PairEpisode, chosen_index: int, rejected_index: int) -
         episode.short_response.prompt,
         [samples[chosen_index], samples[rejected_index]],
         [CHOSEN, REJECTED],
+        "responder",
         # No advantage: this answer counts by the distance of its rewards alone
         # (loss.align_weight).
-        aligned=TrainGroup(episode.response.prompt, [samples[chosen_index]], [0.0]),
+        aligned=TrainGroup(episode.response.prompt, [samples[chosen_index]], [0.0], "responder"),
     )

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from spell_jax.algorithms.base import USED, Annotation
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Advantages, SpellEpisode, is_eligible_verdict
+from spell_jax.selfplay.prompts import ROLES
 
-ROLES = ("questioner", "responder", "verifier")
 ANSWER_ROLES = ("responder", "verifier")  # of steps without a questioner
 
 

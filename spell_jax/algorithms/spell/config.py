@@ -10,7 +10,7 @@ from spell_jax.algorithms.config import AlgorithmConfig, RolloutBudget
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.sampler.config import SamplerConfig
-from spell_jax.selfplay import evidence, parsing, rewards, selection
+from spell_jax.selfplay import evidence, parsing, prompts, rewards, selection
 
 CONFIRMED = "confirmed"
 REFERENCE_SOURCES = ("questioner", "frozen_reader", CONFIRMED)
@@ -194,6 +194,10 @@ class SpellConfig(AlgorithmConfig):
                 f"algorithm.grounding_threshold = {self.grounding_threshold}: must not be above "
                 f"algorithm.grounding_samples = {self.grounding_samples}"
             )
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        return prompts.ROLES
 
     @property
     def hints(self) -> dict[str, str]:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from spell_jax.algorithms.base import Annotation, Key
-from spell_jax.algorithms.spell.annotations import ROLES, annotate
+from spell_jax.algorithms.spell.annotations import annotate
 from spell_jax.algorithms.spell.answering import Answering
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Advantages, SpellEpisode, is_eligible_verdict
 from spell_jax.learner.advantages import questioner_advantages as normalize
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.selfplay import rewards, selection
+from spell_jax.selfplay.prompts import ROLES
 
 
 def role_groups(
