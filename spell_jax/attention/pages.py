@@ -119,12 +119,14 @@ def _stored(x: Array, dtype: Any) -> Array:
     return x.astype(dtype)
 
 
-def loaded(x: Shaped[Array, "*S"], dtype: Any) -> Float[Array, "*S"]:
+def loaded(x: Shaped[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
     """Return keys, values or scales that were read from a pool; int8 becomes `dtype`, unscaled."""
     return x.astype(dtype) if x.dtype == jnp.int8 else from_bits(x)
 
 
-def quantize(x: Float[Array, "*S H"]) -> tuple[Int8[Array, "*S H"], Float32[Array, "*S"]]:
+def quantize(
+    x: Float[Array, "*shape H"],
+) -> tuple[Int8[Array, "*shape H"], Float32[Array, "*shape"]]:
     """Quantize vectors to int8 and their scales; the error is at most half a scale."""
     x = x.astype(jnp.float32)
     # The largest element becomes 127 or -127: int8's -128 has no positive counterpart.
@@ -141,7 +143,7 @@ def by_kv_head(q: Shaped[Array, "M T N H"], kv_heads: int) -> Shaped[Array, "M K
     )
 
 
-def by_token(x: Shaped[Array, "M K TR *S"], time: int) -> Shaped[Array, "M T N *S"]:
+def by_token(x: Shaped[Array, "M K TR *shape"], time: int) -> Shaped[Array, "M T N *shape"]:
     """Reshape rows of key heads to tokens, the inverse of by_kv_head."""
     rows, kv_heads, _, *size = x.shape
     x = x.reshape(rows, kv_heads, time, -1, *size).swapaxes(1, 2)

@@ -275,7 +275,7 @@ def test_merging_a_part_without_visible_keys_changes_nothing() -> None:
     out[2, 0] = 0
     nothing = np.zeros_like(out), np.full(lse.shape, paged.UNSEEN, np.float32)
     for parts in (((out, lse), nothing), (nothing, (out, lse)), (nothing, (out, lse), nothing)):
-        merged_attention = paged.merge(*parts)
+        merged_attention = paged.merge(*jax.tree.map(jnp.asarray, parts))
         np.testing.assert_array_equal(merged_attention[0], out)
         np.testing.assert_allclose(merged_attention[1], lse, rtol=1e-6)
     np.testing.assert_allclose(paged.merge((out, lse))[0], out)

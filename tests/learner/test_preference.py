@@ -112,6 +112,7 @@ def packed_loss(
     params: transformer.Params, learner: Learner, groups: list[TrainGroup]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     batches, *_ = learner.pack(groups, learner.weigh(groups))
+    batches = [jax.tree.map(jnp.asarray, batch) for batch in batches]
     parts = [update.micro_batch_loss(learner.spec, params, {}, batch, None) for batch in batches]
     total = jax.tree.map(lambda *values: sum(values), *(sums for _, sums in parts))
     return jnp.stack([value for value, _ in parts]).sum(), total

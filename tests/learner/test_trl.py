@@ -110,7 +110,8 @@ def by_us(config: LossConfig) -> tuple[float, np.ndarray]:
     """Compute the same values with our loss; the answers are concatenated."""
     group = tiny.group([1], [[2] * n for n in LENGTHS], ADVANTAGES, logprobs=OLD)
     bucket = Bucket(1 + sum(LENGTHS), sum(LENGTHS))
-    (batch,) = tiny.pack([group], bucket, config.aggregation, config.sequence_tokens)
+    packed = tiny.pack([group], bucket, config.aggregation, config.sequence_tokens)
+    (batch,) = jax.tree.map(jnp.asarray, packed)
     reference = jnp.concatenate(REFERENCE)[None]
 
     def value(logprobs):
@@ -191,7 +192,8 @@ def test_preference_loss_and_gradient_equal_trl(beta: float) -> None:
         )
         for pair in pairs
     ]
-    (batch,) = tiny.pack(groups, Bucket(2 + sum(LENGTHS), sum(LENGTHS)), config.aggregation)
+    packed = tiny.pack(groups, Bucket(2 + sum(LENGTHS), sum(LENGTHS)), config.aggregation)
+    (batch,) = jax.tree.map(jnp.asarray, packed)
     order = [i for pair in pairs for i in pair]  # the first pair is longer, so it is packed first
     assert batch.answer[0].tolist() == [n for n, i in enumerate(order) for _ in range(LENGTHS[i])]
     logprobs = jnp.concatenate([LOGPROBS[i] for i in order])[None]
