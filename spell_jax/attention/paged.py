@@ -199,9 +199,9 @@ def _attend_pages(queries, table, num_visible, *, pages: Pages, layer, steps, of
 
 
 def merge(
-    *parts: tuple[Float32[Array, "*M H"], Float32[Array, "*M"]],
-) -> tuple[Float32[Array, "*M H"], Float32[Array, "*M"]]:
-    """Merge attention (out [..., H], log-sum-exp [...]) over disjoint sets of keys."""
+    *parts: tuple[Float32[Array, "*shape H"], Float32[Array, "*shape"]],
+) -> tuple[Float32[Array, "*shape H"], Float32[Array, "*shape"]]:
+    """Merge attention, outputs with their log-sum-exps, over disjoint sets of keys."""
     lses = jnp.stack([lse for _, lse in parts])
     # UNSEEN is finite: where no part saw a key, all differences are 0 and all outputs too.
     top = jnp.max(lses, axis=0)

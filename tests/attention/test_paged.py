@@ -273,9 +273,10 @@ def test_merging_a_part_without_visible_keys_changes_nothing() -> None:
     out = rng.normal(size=(3, 2, 4)).astype(np.float32)
     lse = np.array([[0.0, -50.0], [80.0, 3.0], [paged.UNSEEN, 1.0]], np.float32)
     out[2, 0] = 0
-    nothing = np.zeros_like(out), np.full(lse.shape, paged.UNSEEN, np.float32)
+    out, lse = jnp.asarray(out), jnp.asarray(lse)
+    nothing = jnp.zeros_like(out), jnp.full_like(lse, paged.UNSEEN)
     for parts in (((out, lse), nothing), (nothing, (out, lse)), (nothing, (out, lse), nothing)):
-        merged_attention = paged.merge(*jax.tree.map(jnp.asarray, parts))
+        merged_attention = paged.merge(*parts)
         np.testing.assert_array_equal(merged_attention[0], out)
         np.testing.assert_allclose(merged_attention[1], lse, rtol=1e-6)
     np.testing.assert_allclose(paged.merge((out, lse))[0], out)
