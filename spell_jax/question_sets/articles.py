@@ -28,8 +28,8 @@ counts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import logging
 import pathlib
 import re
 from collections import Counter
@@ -42,11 +42,10 @@ from absl import flags
 from spell_jax.data.questions import Question, in_blocks
 from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.config import check_least
-from spell_jax.runtime.jsonl import write_records
+from spell_jax.runtime.jsonl import parse_rows, read_json, write_records
 from spell_jax.selfplay import rules
 from spell_jax.selfplay.given_questions import scores_itself
 
-log = logging.getLogger("spell_jax.question_sets.articles")  # __name__ may be "__main__"
 MOST_WRONG = 8  # answers kept per question
 
 
@@ -98,23 +97,14 @@ def read_articles(path: pathlib.Path, counts: Counter[str]) -> list[Article]:
     Counts "questions", "unusable" (without an answer that the reward's rule can score) and
     "bad_articles". Raises ValueError if the file is not in this layout.
     """
-    try:
-        articles = json.loads(path.read_text("utf-8"))["data"]
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not in SQuAD's layout ({error!r})") from error
-    if not isinstance(articles, list):
-        raise ValueError(f"{path}: data must be a list of articles")
-    parsed_articles = []
-    for number, article in enumerate(articles, 1):
-        try:
-            parsed_articles.append(_article(article, counts))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            counts["bad_articles"] += 1
-            log.warning("%s, article %d: skipped (%r)", path, number, error)
-    return parsed_articles
+    if not isinstance(rows := read_json(path).get("data"), list):
+        raise ValueError(f"{path}: not in SQuAD's layout; data must be a list of articles")
+    articles, bad = parse_rows(path, rows, functools.partial(_article, counts))
+    counts.update(bad_articles=bad)
+    return articles
 
 
-def _article(row: Mapping[str, Any], counts: Counter[str]) -> Article:
+def _article(counts: Counter[str], row: Mapping[str, Any]) -> Article:
     paragraphs = tuple(_text(p["context"]).strip() for p in row["paragraphs"])
     questions = []
     for index, paragraph in enumerate(row["paragraphs"]):
@@ -237,7 +227,6 @@ def parse_range(text: str, count: int) -> range:
 
 
 def main(_) -> None:
-    log.setLevel(logging.INFO)
     flag_values = flags.FLAGS
     if not flag_values.out and not flag_values.clusters:
         raise flags.ValidationError("must give --out, --clusters or both")

@@ -26,12 +26,10 @@ import functools
 import glob
 import itertools
 import json
-import logging
 import os
-import pathlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from absl import flags
@@ -42,11 +40,8 @@ from spell_jax.policy.model import find_folder
 from spell_jax.question_sets.published import LAYOUTS, giveaways, read_row
 from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.config import check_least
-from spell_jax.runtime.jsonl import read_json, read_records, write_json, write_records
+from spell_jax.runtime.jsonl import read_records, write_json, write_records
 from spell_jax.selfplay.rules import normalize_answer
-
-T = TypeVar("T")
-log = logging.getLogger("spell_jax.question_sets.padded")  # __name__ may be "__main__"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +108,7 @@ class Builder:
 
     def read_rows(self, path: str | os.PathLike[str], layout: str) -> None:
         """Read a .json list or JSON lines of rows in a layout of published.LAYOUTS."""
-        read = _read_list if pathlib.Path(path).suffix == ".json" else read_records
-        rows, bad = read(path, functools.partial(read_row, LAYOUTS[layout]))
+        rows, bad = read_records(path, functools.partial(read_row, LAYOUTS[layout]))
         self.counts["rows"] += len(rows) + bad
         self.counts["bad_rows"] += bad
         for draft in itertools.chain(*rows):
@@ -198,18 +192,6 @@ class Builder:
         }
 
 
-def _read_list(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tuple[list[T], int]:
-    """Parse a file that is one JSON list; like read_records, return (rows, number of bad rows)."""
-    rows: list[T] = []
-    values = read_json(path, list)
-    for number, value in enumerate(values):
-        try:
-            rows.append(parse(value))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("%s, row %d: skipped (%s: %s)", path, number, type(error).__name__, error)
-    return rows, len(values) - len(rows)
-
-
 def build(
     patterns: Sequence[str],
     layout: str,
@@ -221,7 +203,7 @@ def build(
 
     Each file of `patterns`, files or globs, is read once, in the order of the names. A copy of the
     summary is `out`.summary.json. Raises FileNotFoundError if a pattern matches no file;
-    ValueError if no question can be made, or if a .json file is not a list.
+    ValueError if no question can be made, or if a .json list is damaged.
     """
     builder = Builder(config, count_tokens)
     for path in _files(patterns):
@@ -245,7 +227,6 @@ def _files(patterns: Sequence[str]) -> list[str]:
 
 
 def main(_) -> None:
-    logging.getLogger("data_pipeline").setLevel(logging.INFO)
     values = flags.FLAGS
     config = dataclass_flags.read(LongConfig, values)
     count = tokenizers.load(find_folder(values.tokenizer, "--tokenizer")).count

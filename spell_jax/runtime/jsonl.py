@@ -1,15 +1,17 @@
 """JSON and JSONL files: tolerant reading, atomic and durable writing, safe appending.
 
 All readers of JSON lines go through `json_lines`, which says what is wrong with a bad line; what
-follows from it is theirs. A file with a name ending in .gz is compressed; the same lines always
-give the same bytes.
+follows from it is theirs. A file with a name ending in .gz or .zst is compressed. Only .gz is
+written; the same lines always give the same bytes.
 """
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import gzip
 import io
+import itertools
 import json
 import logging
 import math
@@ -56,7 +58,7 @@ class LargeFileError(ValueError):
 class JsonLine(NamedTuple):
     """Line of a file of JSON lines."""
 
-    number: int  # from 1; empty lines count
+    number: int  # from 1; empty lines count. A row of a list counts from 0.
     value: Any = None
     problem: str = ""  # reason why the line has no value
 
@@ -65,11 +67,12 @@ def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tup
     """Parse every line of a file; return the records and the number of lines skipped.
 
     The file, maybe compressed or in a bucket, is UTF-8 with one JSON value per line, with or
-    without a byte order mark. Only line feeds end a line; empty lines are ignored. `parse` raises
-    errors of MALFORMED for a malformed value. Bad lines, and lines over LONGEST_LINE bytes, are
-    skipped; the first _NAMED_LINES bad lines are logged with their place. If a compressed file is
-    damaged, or unpacks to far more than texts do, its remaining lines count as one bad line.
-    FileNotFoundError if there is no such file, OSError if it is a pipe, a folder or a device.
+    without a byte order mark. Only line feeds end a line; empty lines are ignored. The rows of a
+    .json file that is one list count as lines. `parse` raises errors of MALFORMED for a malformed
+    value. Bad lines, and lines over LONGEST_LINE bytes, are skipped; the first _NAMED_LINES bad
+    lines are logged with their place. If a compressed file is damaged, or unpacks to far more than
+    texts do, its remaining lines count as one bad line. FileNotFoundError if there is no such file,
+    OSError if it is a pipe, a folder or a device, ValueError if a list is no JSON.
     """
     records, problems = _parse_lines(path, parse)
     return records, problems.count
@@ -90,11 +93,20 @@ def require_records(
     raise ValueError(f"{where}: none of its {problems.count} lines is {what}{first}")
 
 
+def parse_rows(
+    path: str | os.PathLike[str], rows: Iterable[Any], parse: Callable[[Any], T]
+) -> tuple[list[T], int]:
+    """Parse the values of a list in a JSON file as `read_records` does; places count from 0."""
+    problems = _Problems(path, unit="row")
+    return _parse_values(map(JsonLine, itertools.count(), rows), parse, problems), problems.count
+
+
 @dataclasses.dataclass
 class _Problems:
-    """Bad lines of a file: their number and a description of the first."""
+    """Bad lines of a file, or rows of its list: their number and a description of the first."""
 
     path: str | os.PathLike[str]
+    unit: str = "line"
     count: int = 0
     first: str = ""
 
@@ -105,39 +117,64 @@ class _Problems:
         # The reason may quote a whole document.
         if len(reason) > _LONGEST_REASON:
             reason = reason[:_LONGEST_REASON] + "..."
-        self.first = self.first or f"line {number}: {reason}"
+        self.first = self.first or f"{self.unit} {number}: {reason}"
         if self.count <= _NAMED_LINES or is_last:
             skipped = "skipped from here on" if is_last else "skipped"
-            log.warning("%s:%d: %s (%s)", self.path, number, skipped, reason)
+            separator = ":" if self.unit == "line" else f", {self.unit} "
+            log.warning("%s%s%d: %s (%s)", self.path, separator, number, skipped, reason)
 
     def log_rest(self) -> None:
         if (num_unnamed := self.count - _NAMED_LINES) > 0:
-            log.warning("%s: %d more lines skipped", self.path, num_unnamed)
+            log.warning("%s: %d more %ss skipped", self.path, num_unnamed, self.unit)
 
 
 def _parse_lines(
     path: str | os.PathLike[str], parse: Callable[[Any], T]
 ) -> tuple[list[T], _Problems]:
-    records, problems, number = [], _Problems(path), 0
-    compression = ".gz" if _is_compressed(path) else ""
+    name, problems = os.fspath(path), _Problems(path)
+    compression = name[name.rindex(".") :] if name.endswith((".gz", ".zst")) else ""
     with paths.open_file(path) as file:
         largest = _most_unpacked(file) if compression else math.inf
-        lines = json_lines(uncompressed(file, compression), LONGEST_LINE, largest)
-        try:
-            for number, value, problem in lines:
-                if problem:
-                    problems.add(number, problem)
-                    continue
-                try:
-                    records.append(parse(value))
-                except (*MALFORMED, RecursionError) as error:
-                    problems.add(number, _reason(error))
-        except LargeFileError as error:
-            problems.add(error.number, error, is_last=True)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            problems.add(number + 1, error, is_last=True)
+        stream = uncompressed(file, compression)
+        may_be_list = name.removesuffix(compression).endswith(".json")
+        lines = _lines_or_rows(stream, may_be_list, largest, problems)
+        return _parse_values(lines, parse, problems), problems
+
+
+def _lines_or_rows(
+    stream: Any, may_be_list: bool, largest: float, problems: _Problems
+) -> Iterator[JsonLine]:
+    start = stream.peek(4).removeprefix(codecs.BOM_UTF8) if may_be_list else b""
+    if start.lstrip()[:1] != b"[":
+        yield from json_lines(stream, LONGEST_LINE, largest)
+        return
+    problems.unit = "row"
+    content = stream.read(-1 if largest == math.inf else int(largest))
+    yield from map(JsonLine, itertools.count(), _parse_json(content, problems.path))
+
+
+def _parse_values(
+    lines: Iterable[JsonLine], parse: Callable[[Any], T], problems: _Problems
+) -> list[T]:
+    records, number = [], 0
+    try:
+        for number, value, problem in lines:
+            if problem:
+                problems.add(number, problem)
+                continue
+            try:
+                records.append(parse(value))
+            except (*MALFORMED, RecursionError) as error:
+                problems.add(number, _reason(error))
+    except LargeFileError as error:
+        problems.add(error.number, error, is_last=True)
+    except (EOFError, zlib.error, OSError) as error:
+        # gzip and pyarrow's zstd report damage without an errno; an error of the disk has one.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        problems.add(number + 1, error, is_last=True)
     problems.log_rest()
-    return records, problems
+    return records
 
 
 def _most_unpacked(file: IO[bytes]) -> int:
@@ -237,15 +274,18 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None
 def read_json(path: str | os.PathLike[str], kind: type[T] = dict) -> T:
     """Read a JSON value of type `kind`; ValueError with the path if damaged or of another type."""
     with paths.open_file(path) as file:
-        content = file.read()
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: damaged ({error})") from error
+        value = _parse_json(file.read(), path)
     if not isinstance(value, kind):
         type_name = type(value).__name__
         raise ValueError(f"{path}: must be a JSON {kind.__name__}, is a {type_name}")
     return value
+
+
+def _parse_json(content: bytes, path: str | os.PathLike[str]) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: damaged ({error})") from error
 
 
 def write_json(path: str | os.PathLike[str], value: Any, indent: int = 1) -> None:
@@ -260,11 +300,7 @@ def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
     """
     # All lines are held in memory, so that a write to a full disk can be tried again.
     content = b"".join(line.encode(errors="backslashreplace") for line in lines)
-    if _is_compressed(path):
+    if os.fspath(path).endswith(".gz"):
         # No time in the header, so that equal lines give equal bytes.
         content = gzip.compress(content, 6, mtime=0)
     durable.write_file(path, content)
-
-
-def _is_compressed(path: str | os.PathLike[str]) -> bool:
-    return os.fspath(path).endswith(".gz")

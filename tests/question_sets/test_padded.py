@@ -129,7 +129,7 @@ def test_json_list_rows_are_counted_like_jsonl_rows(tmp_path, caplog):
     input_rows = [rows.tatqa(1), {}, rows.tatqa(2)]
     questions, summary = make(tmp_path, "tatqa", input_rows, LongConfig(40, 80), "json")
     assert (summary["rows"], summary["bad_rows"], summary["questions"]) == (3, 1, 12)
-    assert "tatqa.json, row 1: skipped (KeyError: 'table')" in caplog.text
+    assert "tatqa.json, row 1: skipped (table: missing)" in caplog.text
     assert summary["left_out"] == {"answer is multi-span": 2}
     assert summary["written"] == {"financial_math": 6, "general_qa": 4}
     by_question = {q.question: q for q in questions}
@@ -230,7 +230,7 @@ def test_missing_and_malformed_files_raise(tmp_path):
     for pattern in ("none*.jsonl", ""):
         with pytest.raises(FileNotFoundError, match="rows = "):
             build([str(tmp_path / pattern)], "musique", tmp_path / "o", CONFIG, count_words)
-    for content, message in (("{", "damaged"), ("{}", "must be a JSON list, is a dict")):
+    for content, message in (("[{}", "damaged"), ("{}", "no question was made")):
         path = tmp_path / "rows.json"
         path.write_text(content)
         with pytest.raises(ValueError, match=message):

@@ -6,8 +6,10 @@ import gzip
 import io
 import logging
 import os
+import pathlib
 import threading
 
+import pyarrow as pa
 import pytest
 
 from spell_jax.runtime import jsonl
@@ -27,6 +29,13 @@ def whole_number(value: object) -> int:
     return value
 
 
+def pack(path: pathlib.Path, content: bytes) -> None:
+    """Write bytes, compressed as the name says."""
+    kind = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+    with pa.output_stream(path, compression=kind) as file:
+        file.write(content)
+
+
 def test_invalid_lines_are_logged_and_empty_lines_ignored(tmp_path, caplog):
     path = tmp_path / "numbers.jsonl"
     lines = [b"\xef\xbb\xbf1", b"", b'"two"', b"\xff", b" 3\r", b"[" * 100_000, b"\t", b"4"]
@@ -35,6 +44,29 @@ def test_invalid_lines_are_logged_and_empty_lines_ignored(tmp_path, caplog):
         assert read_records(path, whole_number) == ([1, 3, 4], 3)
     messages = [record.getMessage().split(" (")[0] for record in caplog.records]
     assert messages == [f"{path}:{number}: skipped" for number in (3, 4, 6)]
+
+
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+def test_rows_of_a_list_are_read_like_lines(tmp_path, caplog, compression):
+    path = tmp_path / f"rows.json{compression}"
+    for content in (b'\xef\xbb\xbf [1,\n"two", 3]', b'1\n"two"\n3\n'):
+        pack(path, content)
+        assert read_records(path, whole_number) == ([1, 3], 1)
+    assert f"{path}, row 1: skipped (must be a whole number)" in caplog.text
+    assert f"{path}:2: skipped (must be a whole number)" in caplog.text
+    pack(path, b"[1, 2")
+    with pytest.raises(ValueError, match=r"rows\.json.*: damaged \("):
+        read_records(path, whole_number)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.jsonl.zst", "rows.json.zst"])
+def test_rest_of_a_damaged_compressed_file_is_a_bad_line(tmp_path, caplog, name):
+    path = tmp_path / name
+    pack(path, b"1\n" * 1000)
+    path.write_bytes(path.read_bytes()[:-5])
+    records, skipped = read_records(path, whole_number)
+    assert set(records) <= {1} and skipped == 1
+    assert f"{path}:{len(records) + 1}: skipped from here on" in caplog.text
 
 
 def test_only_line_feeds_end_a_line(tmp_path):

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import json
 import logging
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from spell_jax.runtime.jsonl import MALFORMED, read_records
+from spell_jax.runtime.jsonl import MALFORMED, parse_rows, read_json, read_records
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +74,9 @@ def read_questions(folder: str | pathlib.Path) -> tuple[QaRow, ...]:
     tables = [(path, _json(path)) for path in sorted(folder.glob("*.json"))]
     for path, value in tables:
         if isinstance(value, list):
-            rows += _rows(path, enumerate(value))
+            rows += parse_rows(path, value, _row)[0]
         elif isinstance(value, dict) and "data" in value:
-            rows += _rows(path, _squad(path, value["data"]))
+            rows += parse_rows(path, _squad(path, value["data"]), _row)[0]
     if not rows and not any(folder.glob("*.json*")):
         raise FileNotFoundError(f"{folder}: no *.jsonl or *.json there")
     if not rows:
@@ -87,22 +86,14 @@ def read_questions(folder: str | pathlib.Path) -> tuple[QaRow, ...]:
 
 def _json(path: pathlib.Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        log.warning("%s: skipped, no JSON (%s)", path, error)
+        return read_json(path, object)
+    except ValueError as error:
+        log.warning("%s: skipped", error)
         return None
 
 
-def _rows(path: pathlib.Path, records: Iterator[tuple[Any, Any]]) -> Iterator[QaRow]:
-    for place, record in records:
-        try:
-            yield _row(record)
-        except MALFORMED as error:
-            log.warning("%s, question %s: skipped (%s)", path, place, error)
-
-
-def _squad(path: pathlib.Path, articles: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield (id, record) for each question of SQuAD's articles that has an answer."""
+def _squad(path: pathlib.Path, articles: Any) -> Iterator[dict[str, Any]]:
+    """Yield a record for each question of SQuAD's articles that has an answer."""
     unanswerable = 0
     for number, article in enumerate(articles):
         try:
@@ -113,7 +104,7 @@ def _squad(path: pathlib.Path, articles: Any) -> Iterator[tuple[Any, dict[str, A
                         continue
                     answers = [answer["text"] for answer in question["answers"]]
                     record = {"question": question["question"], "answers": answers}
-                    yield question.get("id"), record | {"documents": [paragraph["context"]]}
+                    yield record | {"documents": [paragraph["context"]]}
         except MALFORMED as error:
             log.warning("%s, article %d: the rest is skipped (%s)", path, number, error)
     if unanswerable:
