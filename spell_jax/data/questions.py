@@ -3,6 +3,8 @@
 Each line is {"task", "documents", "question", "answer"}. Optional lists are "evidence" (sentences
 of the documents that support the answer), "answers" (all right ones), "wrong" (wrong ones) and
 "shown" (numbers from 0 of the documents that the question was written from).
+
+The functions of published layouts take parsed JSON; of another layout they raise jsonl.MALFORMED.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -113,6 +115,48 @@ def _parse_question(record: Any) -> Question:
         raise ValueError(f"task must be one of {TASKS}, the other fields strings")
     "".join(texts).encode()  # raises on lone surrogates, which no tokenizer takes
     return question
+
+
+def musique_documents(row: Mapping[str, Any]) -> list[str]:
+    """Return the documents of MuSiQue's {"paragraphs": [{"title", "paragraph_text"}]}, titled."""
+    paragraphs = row["paragraphs"]
+    return [f"{require_text(p['title'])}\n{require_text(p['paragraph_text'])}" for p in paragraphs]
+
+
+def hotpot_paragraphs(row: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Return (title, sentences) of each paragraph of a row of HotpotQA or 2WikiMultihopQA.
+
+    Layout: {"context": [[title, [sentence, ...]], ...]} or, as on the hub, {"context": {"title":
+    [...], "sentences": [[...], ...]}}.
+    """
+    context = pairs(row["context"], "title", "sentences")
+    return [(require_text(title), [*map(require_text, texts)]) for title, texts in context]
+
+
+def squad_questions(article: Mapping[str, Any]) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield (index of the paragraph, question, answers of all annotators) of an article of SQuAD.
+
+    Layout: {"paragraphs": [{"context", "qas": [{"question", "answers": [{"text"}]}]}]}, and in
+    SQuAD 2.0 "is_impossible" for questions without an answer.
+    """
+    for index, paragraph in enumerate(article["paragraphs"]):
+        for qa in paragraph["qas"]:
+            answers = () if qa.get("is_impossible") else qa["answers"]
+            yield index, require_text(qa["question"]), [require_text(a["text"]) for a in answers]
+
+
+def pairs(value: Any, first: str, second: str) -> list[tuple[Any, Any]]:
+    """Return a list of pairs; some files store them as two parallel lists."""
+    if isinstance(value, dict):
+        return list(zip(value[first], value[second], strict=True))
+    return [(left, right) for left, right, *_ in value]
+
+
+def require_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.100}: must be a text")
+    value.encode()  # raises on lone surrogates, which UTF-8 cannot encode
+    return value
 
 
 def as_clusters(questions: Sequence[Question]) -> tuple[ClusterSource, Mapping[str, Question]]:

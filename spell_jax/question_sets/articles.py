@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from spell_jax.data.questions import Question, in_blocks
+from spell_jax.data.questions import Question, in_blocks, require_text, squad_questions
 from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import parse_rows, read_json, write_records
@@ -99,33 +99,23 @@ def read_articles(path: pathlib.Path, counts: Counter[str]) -> list[Article]:
     """
     if not isinstance(rows := read_json(path).get("data"), list):
         raise ValueError(f"{path}: not in SQuAD's layout; data must be a list of articles")
-    articles, bad = parse_rows(path, rows, functools.partial(_article, counts))
-    counts.update(bad_articles=bad)
+    articles, counts["bad_articles"] = parse_rows(path, rows, functools.partial(_article, counts))
     return articles
 
 
 def _article(counts: Counter[str], row: Mapping[str, Any]) -> Article:
-    paragraphs = tuple(_text(p["context"]).strip() for p in row["paragraphs"])
+    paragraphs = tuple(require_text(p["context"]).strip() for p in row["paragraphs"])
     questions = []
-    for index, paragraph in enumerate(row["paragraphs"]):
-        for qa in paragraph["qas"]:
-            counts["questions"] += 1
-            answers = tuple(dict.fromkeys(_text(a["text"]).strip() for a in qa["answers"]))
-            # A reference that the rule scores below 1 against itself can never be rewarded.
-            answers = tuple(text for text in answers if scores_itself(text, "general_qa"))
-            question = " ".join(_text(qa["question"]).split())
-            if answers and question:
-                questions.append(ArticleQuestion(index, question, answers))
-            else:
-                counts["unusable"] += 1
-    return Article(_text(row["title"]), paragraphs, tuple(questions))
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.100}: must be a text")
-    value.encode()  # raises on lone surrogates, which UTF-8 cannot encode
-    return value
+    for index, question, annotated in squad_questions(row):
+        counts["questions"] += 1
+        answers = dict.fromkeys(answer.strip() for answer in annotated)
+        # A reference that the rule scores below 1 against itself can never be rewarded.
+        usable_answers = tuple(text for text in answers if scores_itself(text, "general_qa"))
+        if usable_answers and (words := question.split()):
+            questions.append(ArticleQuestion(index, " ".join(words), usable_answers))
+        else:
+            counts["unusable"] += 1
+    return Article(require_text(row["title"]), paragraphs, tuple(questions))
 
 
 def make_questions(

@@ -14,7 +14,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from spell_jax.data.questions import Question
+from spell_jax.data import questions
+from spell_jax.data.clusters import is_text
+from spell_jax.data.questions import Question, require_text
 from spell_jax.selfplay import given_questions, rules
 from spell_jax.selfplay.numbers import number_text
 
@@ -45,11 +47,9 @@ def read_row(reader: Reader, row: Any) -> list[Question | str]:
 def _checked(question: Question | str) -> Question | str:
     if isinstance(question, str):
         return question
-    texts = (question.question, question.answer, *question.documents, *question.evidence)
-    texts += question.answers
-    "".join(texts).encode()  # raises on lone surrogates, which UTF-8 cannot encode
-    if not all(text.strip() for text in texts):
-        raise ValueError("question, answer, documents and evidence must not be blank")
+    texts = (question.question, *question.right, *question.documents, *question.evidence)
+    if not all(map(is_text, texts)):
+        raise ValueError("question, answer, documents and evidence must be texts, not blank")
     scorable = given_questions.scores_itself(question.answer, question.task)
     return question if scorable else "rule cannot score the answer"
 
@@ -64,7 +64,7 @@ def musique(row: Mapping[str, Any]) -> Iterator[Question | str]:
     if row.get("answerable", True) is not True:
         yield "unanswerable"
         return
-    documents = [f"{_text(p['title'])}\n{_text(p['paragraph_text'])}" for p in row["paragraphs"]]
+    documents = questions.musique_documents(row)
     evidence = [p["paragraph_text"] for p in row["paragraphs"] if p["is_supporting"] is True]
     yield _multi_hop(row, documents, evidence, row.get("answer_aliases", []))
 
@@ -72,16 +72,14 @@ def musique(row: Mapping[str, Any]) -> Iterator[Question | str]:
 def hotpotqa(row: Mapping[str, Any]) -> Iterator[Question | str]:
     """Parse a row of HotpotQA (facts without a sentence are skipped) or 2WikiMultihopQA.
 
-    Layout: {"context", "supporting_facts", "question", "answer"}. "context" is [[title, [sentence,
-    ...]], ...] or {"title": [...], "sentences": [[...], ...]}. "supporting_facts" is
-    [[title, number], ...] or {"title": [...], "sent_id": [...]}.
+    Layout: {"context", "supporting_facts", "question", "answer"}. data/questions.py has the
+    layout of "context". "supporting_facts" is [[title, number], ...] or {"title": [...], "sent_id":
+    [...]}.
     """
-    context = _pairs(row["context"], "title", "sentences")
-    sentences = {
-        _text(title): [_text(s).strip() for s in paragraph] for title, paragraph in context
-    }
+    paragraphs = questions.hotpot_paragraphs(row)
+    sentences = {title: [t.strip() for t in texts] for title, texts in paragraphs}
     # Some rows of HotpotQA cite a sentence number beyond the paragraph.
-    facts = _pairs(row["supporting_facts"], "title", "sent_id")
+    facts = questions.pairs(row["supporting_facts"], "title", "sent_id")
     evidence = [
         sentences[title][at] for title, at in facts if 0 <= at < len(sentences.get(title, ()))
     ]
@@ -97,8 +95,8 @@ def _multi_hop(
 ) -> Question:
     if not evidence:
         raise ValueError("no supporting paragraph or sentence")
-    question, answer = _text(row["question"]), _text(row["answer"])
-    answers = (answer, *(alias for alias in map(_text, aliases) if alias.strip()))
+    question, answer = require_text(row["question"]), require_text(row["answer"])
+    answers = (answer, *(alias for alias in map(require_text, aliases) if alias.strip()))
     return Question(
         "general_qa",
         tuple(documents),
@@ -117,9 +115,9 @@ def tatqa(row: Mapping[str, Any]) -> Iterator[Question | str]:
     "derivation"}]}.
     """
     # Eight hexadecimal digits of the table's id name the report: enough for a few thousand reports.
-    name = _text(row["table"]["uid"])[:8]
-    paragraphs = {str(p["order"]): _text(p["text"]).strip() for p in row["paragraphs"]}
-    cells = [[_text(cell).strip() for cell in line] for line in row["table"]["table"]]
+    name = require_text(row["table"]["uid"])[:8]
+    paragraphs = {str(p["order"]): require_text(p["text"]).strip() for p in row["paragraphs"]}
+    cells = [[require_text(cell).strip() for cell in line] for line in row["table"]["table"]]
     # A dict, because two equal lines are one piece of evidence.
     table = {" | ".join(line): line for line in cells if any(line)}
     document = "\n".join([f"Report {name}", *paragraphs.values(), *table])
@@ -127,21 +125,21 @@ def tatqa(row: Mapping[str, Any]) -> Iterator[Question | str]:
         kind, answer = qa["answer_type"], qa["answer"]
         pieces = answer if isinstance(answer, list) else [answer]
         if kind == "span" and len(pieces) == 1:
-            task, reference = "general_qa", _text(pieces[0])
+            task, reference = "general_qa", require_text(pieces[0])
         elif kind in ("arithmetic", "count"):
             task, reference = "financial_math", _number(answer)
         else:
-            yield f"answer is {_text(kind)}"
+            yield f"answer is {require_text(kind)}"
             continue
         evidence: list[str] = []
         if "text" in qa["answer_from"]:
             evidence += [paragraphs[place] for place in qa["rel_paragraphs"]]
         if "table" in qa["answer_from"]:
-            evidence += _rows_of(table, [_text(qa["derivation"]), *map(str, pieces)])
+            evidence += _rows_of(table, [require_text(qa["derivation"]), *map(str, pieces)])
         unit = _UNITS[qa["scale"]]
         # TAT-QA keeps the scale beside the answer; without it "5.2" and "5,200" would both be
         # right.
-        question = f"Report {name}: {_text(qa['question'])}{unit}"
+        question = f"Report {name}: {require_text(qa['question'])}{unit}"
         yield Question(task, (document,), question, reference, tuple(evidence))
 
 
@@ -166,18 +164,18 @@ def convfinqa(row: Mapping[str, Any]) -> Iterator[Question | str]:
 
     Layout: {"id", "questions": [...], "answer", "text", "table", "golden_text", "golden_table"}.
     """
-    name = _NO_PAGE.sub("", _text(row["id"]))
-    text, table = _text(row["text"]).strip(), _text(row["table"]).strip()
+    name = _NO_PAGE.sub("", require_text(row["id"]))
+    text, table = require_text(row["text"]).strip(), require_text(row["table"]).strip()
     document = f"Report {name}\n{text}\n{table}"
-    *before, last = [_text(question).strip() for question in row["questions"]]
+    *before, last = [require_text(question).strip() for question in row["questions"]]
     question = f"Report {name}: {last}"
     if before:
         turns = " ".join(before)
         question = f"Report {name}, a conversation: {turns} Answer its last question: {last}"
-    golden = _text(row["golden_text"]).strip()
+    golden = require_text(row["golden_text"]).strip()
     # The field joins sentences that may be apart in the report.
     quotes = [golden] if golden in text else _SENTENCE_END.split(golden)
-    evidence = [*_text(row["golden_table"]).strip().split("\n"), *quotes]
+    evidence = [*require_text(row["golden_table"]).strip().split("\n"), *quotes]
     answer = row["answer"]
     task = "general_qa" if isinstance(answer, str) else "financial_math"
     reference = answer if isinstance(answer, str) else _number(answer)
@@ -206,22 +204,9 @@ def giveaways(question: Question) -> tuple[str, ...]:
     )
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.100}: must be a text")
-    return value
-
-
 def _number(value: Any) -> str:
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{value!r:.100}: must be a number")
     return number_text(value)
-
-
-def _pairs(value: Any, first: str, second: str) -> list[tuple[Any, Any]]:
-    """Return a list of pairs; some files store them as two parallel lists."""
-    if isinstance(value, dict):
-        return list(zip(value[first], value[second], strict=True))
-    return [(left, right) for left, right, *_ in value]

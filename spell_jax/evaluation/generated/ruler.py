@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from spell_jax.data.questions import Question
 from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.evaluation.generated import haystack
 from spell_jax.evaluation.generated.haystack import HaystackSource, Make, Names, Pile, letters
-from spell_jax.evaluation.generated.sources import QaRow
 
 ITEMS = 500  # questions per task and length, as in the paper
 # Tokens of an answer. The original has 30 to 128, after a beginning of the answer that the prompt
@@ -51,7 +51,11 @@ GRID_DEPTHS = tuple(round(0.1 * step, 1) for step in range(11))
 
 
 def ruler(
-    task: str, source: HaystackSource, rows: Sequence[QaRow] = (), items: int = ITEMS, seed: int = 0
+    task: str,
+    source: HaystackSource,
+    rows: Sequence[Question] = (),
+    items: int = ITEMS,
+    seed: int = 0,
 ) -> Benchmark:
     """Build one task of `TASKS` at the length of `source`; the same arguments give the same items.
 
@@ -321,7 +325,7 @@ def _frequent_words(source: HaystackSource, rng: np.random.Generator) -> Make:
 
 
 def _qa(
-    source: HaystackSource, rng: np.random.Generator, *, row: QaRow, pool: Sequence[str]
+    source: HaystackSource, rng: np.random.Generator, *, row: Question, pool: Sequence[str]
 ) -> Make:
     """Ask a question after its own and other questions' documents, shuffled (paper section 3.4)."""
     question_documents, order = tuple(dict.fromkeys(row.documents)), int(rng.integers(2**32))
@@ -340,7 +344,7 @@ def _qa(
         )
         numbered = [f"Document {i}:\n{text}\n" for i, text in enumerate(documents, start=1)]
         prompt = "\n".join((head, "", *numbered, head, question))
-        return BenchmarkItem("", prompt, row.question, row.references)
+        return BenchmarkItem("", prompt, row.question, row.right)
 
     return make_item
 

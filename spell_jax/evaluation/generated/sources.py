@@ -6,25 +6,18 @@ A .json file is one kind or the other by its content.
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
+import itertools
 import logging
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
-from spell_jax.runtime.jsonl import MALFORMED, parse_rows, read_json, read_records
+from spell_jax.data.clusters import is_text
+from spell_jax.data.questions import Question, hotpot_paragraphs, musique_documents, squad_questions
+from spell_jax.runtime.jsonl import parse_rows, read_json, read_records
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class QaRow:
-    """A question of the task "qa"; some of its documents answer it."""
-
-    documents: tuple[str, ...]
-    question: str
-    references: tuple[str, ...]
 
 
 def read_prose(folder: str | pathlib.Path) -> str:
@@ -56,27 +49,24 @@ def default_prose() -> str:
     return gzip.decompress(path.read_bytes()).decode()
 
 
-def read_questions(folder: str | pathlib.Path) -> tuple[QaRow, ...]:
+def read_questions(folder: str | pathlib.Path) -> tuple[Question, ...]:
     """Read the questions of all *.jsonl and *.json files; bad ones are logged and skipped.
 
-    A line of a *.jsonl file, or an entry of a list in a *.json file, has the layout of HotpotQA and
-    2WikiMultihopQA, {"question", "answer", "context": [[title, [sentence, ...]], ...]} or, as on
-    the hub, {"context": {"title": [...], "sentences": [[...], ...]}}; of MuSiQue, {"question",
-    "answer", "answer_aliases", "paragraphs": [{"title", "paragraph_text"}, ...]}; or is
-    {"question", "answer" or "answers", "documents": [text, ...]}. A *.json file may also have the
-    layout of SQuAD, {"data": [{"paragraphs": [{"context", "qas": [...]}, ...]}, ...]}: the
-    paragraph is the document, and questions without an answer are left out. Raises
-    FileNotFoundError without a file, ValueError if none has a question.
+    A line of a *.jsonl file, or an entry of a list in a *.json file, is {"question", "answer"} with
+    the "context" of HotpotQA or "paragraphs" and "answer_aliases" of MuSiQue (data/questions.py has
+    the layouts), or {"question", "answer" or "answers", "documents": [text, ...]}. A *.json file
+    may also be SQuAD's, {"data": [article, ...]}: the paragraph is the document, and questions
+    without an answer are left out. FileNotFoundError without a file, ValueError without a question.
     """
     folder = pathlib.Path(folder)
     # Files of essays may lie in the same folder, so a file without questions is no error.
     rows = [row for path in sorted(folder.glob("*.jsonl")) for row in read_records(path, _row)[0]]
-    tables = [(path, _json(path)) for path in sorted(folder.glob("*.json"))]
-    for path, value in tables:
-        if isinstance(value, list):
+    for path in sorted(folder.glob("*.json")):
+        if isinstance(value := _json(path), list):
             rows += parse_rows(path, value, _row)[0]
         elif isinstance(value, dict) and "data" in value:
-            rows += parse_rows(path, _squad(path, value["data"]), _row)[0]
+            articles, _ = parse_rows(path, value["data"], _squad)
+            rows += parse_rows(path, itertools.chain(*articles), _row)[0]
     if not rows and not any(folder.glob("*.json*")):
         raise FileNotFoundError(f"{folder}: no *.jsonl or *.json there")
     if not rows:
@@ -92,40 +82,26 @@ def _json(path: pathlib.Path) -> Any:
         return None
 
 
-def _squad(path: pathlib.Path, articles: Any) -> Iterator[dict[str, Any]]:
-    """Yield a record for each question of SQuAD's articles that has an answer."""
-    unanswerable = 0
-    for number, article in enumerate(articles):
-        try:
-            for paragraph in article["paragraphs"]:
-                for question in paragraph["qas"]:
-                    if question.get("is_impossible"):
-                        unanswerable += 1
-                        continue
-                    answers = [answer["text"] for answer in question["answers"]]
-                    record = {"question": question["question"], "answers": answers}
-                    yield record | {"documents": [paragraph["context"]]}
-        except MALFORMED as error:
-            log.warning("%s, article %d: the rest is skipped (%s)", path, number, error)
-    if unanswerable:
-        log.info("%s: %d questions without an answer are left out", path, unanswerable)
+def _squad(article: Mapping[str, Any]) -> list[dict[str, Any]]:
+    contexts = [paragraph["context"] for paragraph in article["paragraphs"]]
+    return [
+        {"question": question, "answers": answers, "documents": [contexts[index]]}
+        for index, question, answers in squad_questions(article)
+        if answers
+    ]
 
 
-def _row(record: Any) -> QaRow:
+def _row(record: Any) -> Question:
     if "context" in record:
-        context = record["context"]
-        if isinstance(context, dict):
-            context = zip(context["title"], context["sentences"], strict=True)
-        documents = [f"{title}\n{''.join(texts)}" for title, texts in context]
+        documents = [f"{title}\n{''.join(texts)}" for title, texts in hotpot_paragraphs(record)]
     elif "paragraphs" in record:
-        documents = [f"{p['title']}\n{p['paragraph_text']}" for p in record["paragraphs"]]
+        documents = musique_documents(record)
     else:
         documents = record["documents"]
     answers = record["answers"] if "answers" in record else [record["answer"]]
     # Any answer counts (haystack.match_part).
-    answers = [*answers, *record.get("answer_aliases", ())]
-    texts = (*documents, record["question"], *answers)
-    if not documents or not answers or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError("question, answers and documents must be texts that are not empty")
-    "".join(texts).encode()  # raises on lone surrogates, which have no UTF-8
-    return QaRow(tuple(documents), record["question"], tuple(dict.fromkeys(answers)))
+    answers = tuple(dict.fromkeys([*answers, *record.get("answer_aliases", ())]))
+    question = record["question"]
+    if not documents or not answers or not all(map(is_text, (*documents, question, *answers))):
+        raise ValueError("question, answers and documents must be texts that are not blank")
+    return Question("general_qa", tuple(documents), question, answers[0], answers=answers)

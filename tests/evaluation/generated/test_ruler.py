@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spell_jax.data.questions import Question
 from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.evaluation.generated import haystack
 from spell_jax.evaluation.generated.haystack import ADJECTIVES, NOUNS, HaystackSource, Names
@@ -22,7 +23,7 @@ from spell_jax.evaluation.generated.ruler import (
     needle,
     ruler,
 )
-from spell_jax.evaluation.generated.sources import QaRow, read_questions
+from spell_jax.evaluation.generated.sources import read_questions
 from tests.policy import hf_folders
 
 LENGTHS = (4096, 16_384, 131_072)
@@ -45,7 +46,7 @@ def prose(sentences: int = 3000) -> str:
 
 
 @functools.cache
-def qa_rows(count: int = 160) -> tuple[QaRow, ...]:
+def qa_rows(count: int = 160) -> tuple[Question, ...]:
     """Generate rows of ten documents, each naming a town's mayor; a question is about one town."""
     rng, rows = np.random.default_rng(8), []
     filler = prose().replace("\n", " ").split()
@@ -59,9 +60,9 @@ def qa_rows(count: int = 160) -> tuple[QaRow, ...]:
             )
         asked_place = int(rng.integers(10))
         question = f"Who is the mayor of Town{index}x{asked_place}?"
-        rows.append(
-            QaRow(tuple(documents), question, (f"Mayor{index}y{asked_place}z", "nobody else"))
-        )
+        mayor = f"Mayor{index}y{asked_place}z"
+        answers = (mayor, "nobody else")
+        rows.append(Question("general_qa", tuple(documents), question, mayor, answers=answers))
     return tuple(rows)
 
 

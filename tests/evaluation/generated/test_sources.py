@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from spell_jax.evaluation.generated.sources import QaRow, read_prose, read_questions
+from spell_jax.data.questions import Question
+from spell_jax.evaluation.generated.sources import read_prose, read_questions
+
+
+def make_question(documents: tuple[str, ...], question: str, *answers: str) -> Question:
+    return Question("general_qa", documents, question, answers[0], answers=answers)
 
 
 def test_rows_are_read_in_three_layouts(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -27,10 +32,10 @@ def test_rows_are_read_in_three_layouts(tmp_path: Path, caplog: pytest.LogCaptur
     (tmp_path / "a.jsonl").write_text(json.dumps(lines[2]) + "\n")
     (tmp_path / "a.txt").write_text("none")
     assert read_questions(tmp_path) == (
-        QaRow(("Four.",), "q3", ("a3", "b3")),
-        QaRow(("T\nOne. Two.", "U\nx"), "q1", ("a1",)),
-        QaRow(("T\nThree.",), "q2", ("a2", "b2")),
-        QaRow(("Four.",), "q3", ("a3", "b3")),
+        make_question(("Four.",), "q3", "a3", "b3"),
+        make_question(("T\nOne. Two.", "U\nx"), "q1", "a1"),
+        make_question(("T\nThree.",), "q2", "a2", "b2"),
+        make_question(("Four.",), "q3", "a3", "b3"),
     )
     assert [record.getMessage().split()[0] for record in caplog.records] == [
         f"{tmp_path / 'b.jsonl'}:{number}:" for number in (4, 5, 6, 7)
@@ -59,13 +64,13 @@ def test_published_json_files_are_read_as_they_are(tmp_path: Path, caplog):
     (tmp_path / "PaulGrahamEssays.json").write_text(json.dumps({"text": "An essay."}))
     (tmp_path / "z.txt").write_text("More.")
     assert read_questions(tmp_path) == (
-        QaRow(("One.",), "q1", ("x", "y")),
-        QaRow(("T\nTwo. 3.",), "q4", ("z",)),
-        QaRow(("T\nTwo.",), "q5", ("z",)),
+        make_question(("One.",), "q1", "x", "y"),
+        make_question(("T\nTwo. 3.",), "q4", "z"),
+        make_question(("T\nTwo.",), "q5", "z"),
     )
     skipped = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    squad_warning, hotpot_warning = skipped
-    assert "row 1: skipped" in squad_warning and "row 2: skipped" in hotpot_warning
+    (warning,) = skipped
+    assert "hotpot_dev_distractor_v1.json, row 2: skipped" in warning
     assert read_prose(tmp_path) == "An essay.\nMore."
 
 
