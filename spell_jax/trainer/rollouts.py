@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spell_jax.algorithms.base import Annotation, records
 from spell_jax.learner import packing
 from spell_jax.runtime import fault_injection
-from spell_jax.runtime.finite import check_finite
+from spell_jax.runtime.finite import check_finite, is_finite
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.trainer.build import Run
-from spell_jax.trainer.named_rewards import check_scores, named_rewards
 from spell_jax.trainer.state import RolloutParams, States
+
+_SHOWN = 200  # characters of a question or of its scores in a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,3 +119,47 @@ class Rollouts:
             metrics.add_sum(f"time/tokens_per_second/{name}", tokens, seconds)
             metrics.add(f"rollout/{name}_tokens", tokens)
         return Rollout(episodes, groups, annotations, metrics, before)
+
+
+@contextlib.contextmanager
+def named_rewards(run: Run, step: int, episodes: Sequence[Any]) -> Iterator[None]:
+    """Name algorithm, step and a question with an invalid score in a ValueError raised inside.
+
+    NumPy arrays and lists as scores are TypeErrors of algorithms that put scores into a set.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        place = f"algorithm {run.config.algorithm.name}, step {step}"
+        # The first question with a fault is named; the error itself may come from any code.
+        for episode in episodes:
+            if fault := _fault(episode.record()):
+                place = f"{place}, {fault}"
+                break
+        raise ValueError(f"{place}: {error}") from error
+
+
+def check_scores(records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if a score of an episode's record is no finite number.
+
+    Advantages do not show all of them: answers that all score NaN are no training group.
+    """
+    for record in records:
+        for index, score in enumerate(_list(record, "scores")):
+            if not is_finite(score):
+                raise ValueError(f"scores[{index}] = {score!r:.80}: must be a finite number")
+
+
+def _fault(record: Mapping[str, Any]) -> str:
+    """Return the question of a record with a wrong number of scores or an invalid score, or ""."""
+    # Records without scores pass: not every algorithm's records have the field.
+    scores, answers = _list(record, "scores"), _list(record, "answers")
+    if all(map(is_finite, scores)) and (not scores or len(scores) == len(answers)):
+        return ""
+    question = str(record.get("question"))[:_SHOWN]
+    return f"question {question!r} with the scores {str([*scores])[:_SHOWN]}"
+
+
+def _list(record: Mapping[str, Any], field: str) -> Sequence[Any]:
+    """Return a list of a record; empty if the algorithm's records have none in this field."""
+    return value if isinstance(value := record.get(field), list | tuple) else ()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spell_jax.trainer.named_rewards import check_scores, named_rewards
+from spell_jax.trainer.rollouts import check_scores, named_rewards
 
 
 def make_run() -> Any:
