@@ -35,7 +35,7 @@ from ml_collections import config_flags
 from launch import plan, topologies
 from launch.describe import Checked, describe, dummy_group, longest_groups
 from launch.topologies import GIB
-from spell_jax.config import RunConfig, collect_mistakes, to_dict
+from spell_jax.config import RunConfig, collect_mistakes, keep_dtypes, to_dict
 from spell_jax.data import built
 from spell_jax.data.config import origin
 from spell_jax.learner import packing, shapes
@@ -388,7 +388,7 @@ def _remarks(checked: Checked, run: RunConfig) -> list[str]:
         lines.append(f"{field}: {empty}; {change} fill all")
     if checked.workdir and checked.step is not None:
         before = setup.saved_config(checked.workdir)
-        kept_config = state.keep_dtypes(run, before)
+        kept_config = keep_dtypes(run, before)
         changed = changes(to_dict(kept_config), before)
         lines += [f"{change} when last started" for change in changed]
     return lines

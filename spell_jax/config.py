@@ -9,8 +9,10 @@ found without a device and without reading a file.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from etils import epath
@@ -22,9 +24,11 @@ from spell_jax.data.config import DataConfig
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import PackingConfig
+from spell_jax.policy.choices import DTYPES
 from spell_jax.policy.config import PolicyConfig, RopeConfig
 from spell_jax.policy.model import ModelConfig
-from spell_jax.runtime import hooks, loggers, paths
+from spell_jax.policy.products import resolve_dtype
+from spell_jax.runtime import distributed, hooks, loggers, paths, setup
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import (
     Config,
@@ -41,6 +45,9 @@ from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler.config import SamplerConfig
 
 T = TypeVar("T")
+C = TypeVar("C", "RunConfig", "SupervisedConfig")
+M = TypeVar("M", bound=ModelConfig)
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -409,6 +416,41 @@ def _build(cls: type[T], fields: Mapping[str, Any], where: str, updates: int, **
     sections, name = dict(fields), f"{where}.optimizer".lstrip(".")
     optimizer = build(OptimizerConfig, sections.pop("optimizer", {}), name, total_steps=updates)
     return build(cls, sections, where, optimizer=optimizer, **parts)
+
+
+def settle_dtypes(config: C, workdir: epath.Path) -> C:
+    """Replace each compute_dtype "auto" by the dtype of the workdir's run, or else of the mesh.
+
+    A resumed run keeps the dtype with which it began, also on a machine with another "auto".
+    """
+    # Process 0 reads the saved config for all: hosts with different dtypes would compile different
+    # programs, and wait for each other forever.
+    mesh = meshes.make_mesh(dataclasses.asdict(config.mesh))
+    saved = distributed.broadcast(functools.partial(setup.saved_config, workdir))
+    return keep_dtypes(config, saved, functools.partial(resolve_dtype, "auto", mesh))
+
+
+def keep_dtypes(
+    config: C, saved: Mapping[str, Any], default: Callable[[], str] = lambda: "auto"
+) -> C:
+    """Replace each compute_dtype "auto" by the dtype in the saved config, else by `default`()."""
+
+    def settle(name: str, model: M) -> M:
+        if model.compute_dtype != "auto":
+            return model
+        fields = saved.get(name)
+        dtype = fields.get("compute_dtype") if isinstance(fields, dict) else None
+        # An older or damaged config must not end the run: the mesh decides then.
+        if dtype not in DTYPES:
+            return dataclasses.replace(model, compute_dtype=default())
+        log.info("%s.compute_dtype = 'auto': %s, with which the run began", name, dtype)
+        return dataclasses.replace(model, compute_dtype=dtype)
+
+    config = dataclasses.replace(config, policy=settle("policy", config.policy))
+    if not isinstance(config, RunConfig):
+        return config
+    models = {name: settle(name, model) for name, model in config.models.items()}
+    return dataclasses.replace(config, models=models)
 
 
 def find_checkpoint(init_from: str) -> tuple[epath.Path, int | None]:

@@ -17,7 +17,7 @@ import functools
 
 from etils import epath
 
-from spell_jax.config import RunConfig, read, to_dict
+from spell_jax.config import RunConfig, read, settle_dtypes, to_dict
 from spell_jax.runtime import paths, setup, workdir_lock
 from spell_jax.runtime.config import Config
 from spell_jax.trainer import held_out, state, step_update
@@ -42,7 +42,7 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
       Preempted: if the machine is taken away; everything is saved, and the next call resumes.
       NonFinite: if too many updates in a row were not finite; their rows are in non_finite/.
     """
-    run = make_run(state.settle_dtypes(read(config), workdir))
+    run = make_run(settle_dtypes(read(config), workdir))
     paths.make_workdir(workdir)
     with workdir_lock.locked(workdir):
         save_best = functools.partial(state.save_model, run, "policy")

@@ -8,75 +8,26 @@ the policy.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from etils import epath
 
-from spell_jax.config import RunConfig, SupervisedConfig, find_checkpoint, to_dict
+from spell_jax.config import RunConfig, find_checkpoint, to_dict
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
 from spell_jax.policy import lora, safetensors, transformer, weights
-from spell_jax.policy.choices import DTYPES
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.policy.model import ModelConfig
-from spell_jax.policy.products import resolve_dtype
-from spell_jax.runtime import distributed, setup
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import changes
 from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 from spell_jax.trainer.build import Model, Run
 
-C = TypeVar("C", RunConfig, SupervisedConfig)
-M = TypeVar("M", bound=ModelConfig)
 log = logging.getLogger(__name__)
-
-
-def settle_dtypes(config: C, workdir: epath.Path) -> C:
-    """Replace each compute_dtype "auto" by the dtype of the workdir's run, or else of the mesh.
-
-    A resumed run keeps the dtype with which it began, also on a machine with another "auto".
-    """
-    # Process 0 reads the saved config for all: hosts with different dtypes would compile different
-    # programs, and wait for each other forever.
-    mesh = meshes.make_mesh(dataclasses.asdict(config.mesh))
-    saved = distributed.broadcast(functools.partial(setup.saved_config, workdir))
-    return _replace_auto(keep_dtypes(config, saved), lambda _: resolve_dtype("auto", mesh))
-
-
-def keep_dtypes(config: C, saved: Mapping[str, Any]) -> C:
-    """Replace each compute_dtype "auto" by the dtype in the saved config, if there is one."""
-
-    def saved_dtype(name: str) -> str:
-        section = saved.get(name)
-        dtype = section.get("compute_dtype") if isinstance(section, dict) else None
-        # An older or damaged config must not end the run: the mesh decides then.
-        if dtype not in DTYPES:
-            return "auto"
-        log.info("%s.compute_dtype = 'auto': %s, with which the run began", name, dtype)
-        return dtype
-
-    return _replace_auto(config, saved_dtype)
-
-
-def _replace_auto(config: C, dtype_of: Callable[[str], str]) -> C:
-    """Replace "auto" in each model's section by dtype_of(name of the section)."""
-
-    def replace(name: str, model: M) -> M:
-        if model.compute_dtype != "auto":
-            return model
-        return dataclasses.replace(model, compute_dtype=dtype_of(name))
-
-    config = dataclasses.replace(config, policy=replace("policy", config.policy))
-    if not isinstance(config, RunConfig):
-        return config
-    models = {name: replace(name, model) for name, model in config.models.items()}
-    return dataclasses.replace(config, models=models)
 
 
 @dataclasses.dataclass(frozen=True)

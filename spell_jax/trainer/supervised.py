@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from spell_jax.config import SupervisedConfig, read_supervised
+from spell_jax.config import SupervisedConfig, read_supervised, settle_dtypes
 from spell_jax.data.samples import Sample
 from spell_jax.learner import non_finite, packing, update
 from spell_jax.learner.learner import Learner
@@ -41,7 +41,7 @@ from spell_jax.runtime.jsonl import require_records
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import prompts
 from spell_jax.trainer.run_files import RunFiles
-from spell_jax.trainer.state import HostState, States, freeze_base, load_weights, settle_dtypes
+from spell_jax.trainer.state import HostState, States, freeze_base, load_weights
 
 log = logging.getLogger(__name__)
 

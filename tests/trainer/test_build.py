@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from spell_jax.config import ExtraModelConfig, read
+from spell_jax.config import ExtraModelConfig, read, settle_dtypes
 from spell_jax.policy import lora, products, transformer, weights
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
@@ -106,8 +106,8 @@ def test_auto_becomes_the_dtype_of_the_run_or_of_the_machine(
         (tmp_path / "config.json").write_text(text)
     fields = {"policy.compute_dtype": "auto", "packing.buckets": "auto"}
     config = read(noise.small_config(policy, **fields))
-    with caplog.at_level(logging.INFO, "spell_jax.trainer.state"):
-        settled = runs.settle_dtypes(config, epath.Path(tmp_path))
+    with caplog.at_level(logging.INFO, "spell_jax.config"):
+        settled = settle_dtypes(config, epath.Path(tmp_path))
     assert settled.policy.compute_dtype == expected
     assert settled == dataclasses.replace(config, policy=settled.policy)
     message = "policy.compute_dtype = 'auto': float32, with which the run began"
@@ -122,7 +122,7 @@ def test_a_dtype_that_the_config_names_is_not_replaced(policy, tmp_path) -> None
     names = ("policy", "reward_model")
     before = {name: {"compute_dtype": "bfloat16"} for name in names}
     (tmp_path / "config.json").write_text(json.dumps(before))
-    settled = runs.settle_dtypes(config, epath.Path(tmp_path))
+    settled = settle_dtypes(config, epath.Path(tmp_path))
     assert settled.policy.compute_dtype == "float32"
     assert settled.models["reward_model"].compute_dtype == "bfloat16"
 
