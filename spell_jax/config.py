@@ -264,7 +264,7 @@ class SupervisedConfig:
       wandb: Weights & Biases project that also gets the metrics; "": none.
       source: .jsonl of {"prompt", "completion"} or of {"text"} (no chat layout, a loss on
         every token) or its URL, generated demonstrations ("tiny", "tiny_stories"), or
-        `MODULE:FUNCTION`, rows of your own (a MakeRows of trainer/supervised.py).
+        `MODULE:FUNCTION`, rows of your own (a MakeRows of question_sets/tuning_rows.py).
       prompts: set of prompt templates of generated demonstrations.
       policy: the policy to start from.
       optimizer: optimizer and its schedule.

@@ -87,7 +87,11 @@ class StoryMixture:
 
 
 def world_demonstrations(
-    prompts: Prompts, mixture: DemonstrationMixture, seed: int, start: int = 0
+    prompts: Prompts,
+    mixture: DemonstrationMixture = DemonstrationMixture(),
+    *,
+    seed: int,
+    start: int = 0,
 ) -> Iterator[Row]:
     """Yield endless demonstrations of the tiny world; row i depends on (seed, i) alone."""
     makers = (_recital_row, _questioner_row, _verifier_row, _responder_row)
@@ -101,7 +105,7 @@ def world_demonstrations(
 
 
 def story_demonstrations(
-    prompts: Prompts, mixture: StoryMixture, seed: int, start: int = 0
+    prompts: Prompts, mixture: StoryMixture = StoryMixture(), *, seed: int, start: int = 0
 ) -> Iterator[Row]:
     """Yield endless demonstrations of document reconstruction; row i depends on (seed, i) alone.
 

@@ -97,6 +97,4 @@ def _make_policy(config: Config) -> tuple[pathlib.Path | None, PolicyConfig, Tok
     if "algorithm" in config:
         folder = find_folder(config.policy.folder)
         return folder, *read_model(config.policy, folder)
-    supervised_config = read_supervised(config)
-    folder = supervised.find_base(supervised_config)
-    return folder, *supervised.make_policy(supervised_config, folder)
+    return supervised.make_policy(read_supervised(config))

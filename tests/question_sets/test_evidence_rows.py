@@ -15,8 +15,8 @@ from spell_jax.data import tiny_world as world
 from spell_jax.policy import tokenizer
 from spell_jax.question_sets import evidence_rows
 from spell_jax.question_sets.evidence_rows import EvidenceMixture, policy_rows, reward_rows
+from spell_jax.question_sets.tuning_rows import read_rows
 from spell_jax.selfplay import evidence, prompts, rules
-from spell_jax.trainer.supervised import read_rows
 
 PROMPTS = prompts.load("compact")
 TINY = world.__file__.rpartition("/")[0] + "/tiny_policy"

@@ -9,6 +9,7 @@ import re
 import pytest
 
 from spell_jax.data.clusters import count_words, read_clusters
+from spell_jax.question_sets import tuning_rows
 from spell_jax.question_sets.long_documents import (
     Domain,
     SelectionConfig,
@@ -16,7 +17,6 @@ from spell_jax.question_sets.long_documents import (
     parse_domains,
     read_texts,
 )
-from spell_jax.trainer import supervised
 
 LIMIT = 50
 
@@ -86,7 +86,7 @@ def test_texts_are_rows_of_supervised_tuning(domains, tmp_path):
     build(domains, out, SelectionConfig(LIMIT), count_words, as_texts=True)
     texts, skipped = read_texts(out)
     assert len(texts) == 11 and skipped == 0
-    assert [row.completion for row in supervised.read_rows(out)[0]] == texts
+    assert [row.completion for row in tuning_rows.read_rows(out)[0]] == texts
 
 
 def test_domains_are_paths_with_quotas(domains):

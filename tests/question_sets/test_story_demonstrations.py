@@ -19,7 +19,7 @@ COUNT = 1500
 
 
 def take(mixture: StoryMixture | None = None, seed: int = 0, start: int = 0, count: int = COUNT):
-    row_stream = story_demonstrations(PROMPTS, mixture or StoryMixture(), seed, start)
+    row_stream = story_demonstrations(PROMPTS, mixture or StoryMixture(), seed=seed, start=start)
     return list(itertools.islice(row_stream, count))
 
 

@@ -20,7 +20,9 @@ COUNT = 1500
 def take(mixture=None, seed: int = 0, start: int = 0, count: int = COUNT):
     mixture = mixture or tiny_world_rows.DemonstrationMixture()
     return list(
-        itertools.islice(tiny_world_rows.world_demonstrations(PROMPTS, mixture, seed, start), count)
+        itertools.islice(
+            tiny_world_rows.world_demonstrations(PROMPTS, mixture, seed=seed, start=start), count
+        )
     )
 
 

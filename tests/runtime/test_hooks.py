@@ -14,9 +14,9 @@ from spell_jax.algorithms.held_out import HeldOut
 from spell_jax.config import default_supervised_config, read, read_supervised
 from spell_jax.configs import tiny
 from spell_jax.data.config import HELD_OUT_SEED, open_clusters
+from spell_jax.question_sets.tuning_rows import row_stream
 from spell_jax.runtime import hooks
 from spell_jax.runtime.config import ConfigError
-from spell_jax.trainer.supervised import row_stream
 from tests import hook_module
 from tests.algorithms.scripted import make_context
 from tests.paths import ROOT
@@ -42,7 +42,8 @@ def make_evaluation(hook: str) -> Any:
 def make_rows(hook: str) -> Any:
     config = default_supervised_config()
     config.source = hook
-    return row_stream(read_supervised(config), 4)
+    config = read_supervised(config)
+    return row_stream(config.source, config.prompts, config.seed, 4)
 
 
 FIELDS: dict[str, Callable[[str], Any]] = {

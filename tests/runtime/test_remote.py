@@ -25,9 +25,9 @@ from spell_jax.data.config import DataConfig, open_clusters
 from spell_jax.data.questions import read_questions
 from spell_jax.policy import tokenizer
 from spell_jax.policy.model import TINY_POLICY, find_folder
+from spell_jax.question_sets import tuning_rows
 from spell_jax.runtime import entry, paths, remote
 from spell_jax.selfplay import prompts
-from spell_jax.trainer import supervised
 
 URL = "memory://bucket/folder"
 FILES = {"a.txt": b"one", "deep/b.txt": b"two, longer", "empty": b""}
@@ -358,7 +358,7 @@ def test_readers_of_data_and_weights_take_urls(bucket):
     assert tokenizer.load(f"{URL}/policy").encode("a") == tokenizer.load(TINY_POLICY).encode("a")
     (read,) = read_questions(f"{URL}/questions.jsonl", "data.questions")
     assert read.answer == "C"
-    assert supervised.read_rows(f"{URL}/rows.jsonl")[0][0].completion == "b"
+    assert tuning_rows.read_rows(f"{URL}/rows.jsonl")[0][0].completion == "b"
     assert prompts.load(f"{URL}/templates").verifier("q", "a", "r") == "q a r"
     for name, text in {"clusters.jsonl": "D", "texts": "A text."}.items():
         data = DataConfig(f"{URL}/{name}", validation=f"{URL}/questions.jsonl")

@@ -34,7 +34,7 @@ from spell_jax import algorithms, evaluation, question_sets, rollout, selfplay
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.data.clusters import Cluster, read_clusters
 from spell_jax.data.questions import read_questions
-from spell_jax.question_sets import values
+from spell_jax.question_sets import tuning_rows, values
 from spell_jax.rollout.judge import Judge
 from spell_jax.rollout.replies import Reply
 from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
@@ -43,7 +43,6 @@ from spell_jax.selfplay import cloze, json_records, numbers, rules, statements
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.parsing import Parsed
 from spell_jax.selfplay.verdicts import MALFORMED, UNANSWERED
-from spell_jax.trainer import supervised
 from tests.selfplay.hostile import INJECTIONS, good_texts, json_value, texts
 from tests.selfplay.parsers import FAMILIES, PARSERS
 
@@ -72,6 +71,7 @@ NO_READERS = {
         "question_sets.rows",
         "question_sets.teacher",
         "question_sets.tiny_world_rows",
+        "question_sets.tuning_rows",
         "selfplay.rewards",
         "selfplay.selection",
     ),
@@ -554,7 +554,7 @@ def test_line_readers_skip_invalid_lines(tmp_path: Path) -> None:
     assert len(records) > 500 and skipped > 500
     questions = read_questions(path, "data.validation")
     "".join(q.question + q.answer + "".join(q.documents) for q in questions).encode()
-    rows, skipped = supervised.read_rows(str(path))
+    rows, skipped = tuning_rows.read_rows(str(path))
     assert len(rows) + skipped == len(lines)
     "".join(row.prompt + row.completion for row in rows).encode()
     clusters, report = read_clusters(path)

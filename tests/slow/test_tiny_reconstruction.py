@@ -13,7 +13,7 @@ from etils import epath
 from spell_jax.configs import tiny_reconstruction, tiny_reconstruction_warm_start
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
-from spell_jax.question_sets import tiny_world_rows
+from spell_jax.question_sets import tiny_world_rows, tuning_rows
 from spell_jax.reporting.episodes import choose_episodes
 from spell_jax.reporting.page import PAGE, RunData, write_page
 from spell_jax.reporting.run_report import PLOTS_FOLDER
@@ -21,7 +21,7 @@ from spell_jax.reporting.tables import EVALUATION_FILE, read_evaluation
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.selfplay import prompts, puzzles
-from spell_jax.trainer import loop, supervised
+from spell_jax.trainer import loop
 from tests import noise
 
 SMALL = {
@@ -120,7 +120,7 @@ def test_demo_caps_fit_the_warm_start_rows():
         prompts.load("compact"), tiny_world_rows.StoryMixture(), seed=5
     )
     for row in itertools.islice(rows, 600):
-        group = supervised.to_group(row, tokenizer)
+        group = tuning_rows.to_group(row, tokenizer)
         assert len(group.prompt) <= config.sampler.max_prompt, row
         assert len(group.samples[0].tokens) <= config.sampler.max_tokens, row
         assert len(group.prompt) + len(group.samples[0].tokens) <= bucket
