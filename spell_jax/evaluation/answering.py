@@ -14,7 +14,7 @@ import json
 import logging
 import pathlib
 import zlib
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, Protocol
 
 import jax
@@ -132,7 +132,7 @@ class PolicyRespondent:
     def read_questions(
         self, benchmarks: Sequence[Benchmark], limits: Sequence[int]
     ) -> list[TokenizedQuestion]:
-        questions = tokenize(self.model, benchmarks, max(limits))
+        questions = tokenize(self.model.encode, benchmarks, max(limits))
         check_context(self.sampling, self.model, questions)
         entry.setup_done()
         return questions
@@ -147,22 +147,24 @@ class PolicyRespondent:
 
 
 def tokenize(
-    model: TextModel, benchmarks: Sequence[Benchmark], longest: int
+    encode: Callable[[str], Prompt], benchmarks: Sequence[Benchmark], longest: int, layout: int = 0
 ) -> list[TokenizedQuestion]:
     """Tokenize all questions; truncate each prompt to `longest` tokens, as some have millions.
 
-    A prompt that the chat layout rejects is a ValueError that names the benchmark and the question.
+    `layout` is the number of tokens that `encode` leaves to a server. A prompt that `encode`
+    rejects is a ValueError that names the benchmark and the question.
     """
     questions = []
     for benchmark in benchmarks:
         for item in benchmark.items:
             try:
-                prompt = model.encode(item.prompt)
+                prompt = encode(item.prompt)
             except ValueError as error:
                 raise ValueError(f"{benchmark.name}: {item.id}: {error}") from error
             # Prompts of all limits are cut from this one: cutting twice equals cutting to the
             # smaller limit.
-            length, shortened = len(prompt.ids), truncate_prompt(prompt, longest)
+            shortened = truncate_prompt(prompt, longest - layout)
+            length = len(prompt.ids) + layout
             questions.append(TokenizedQuestion(benchmark, item, shortened, length))
     return questions
 

@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from spell_jax.evaluation import protocol
 from spell_jax.evaluation.answering import (
     KEY_FIELDS,
     EvaluationSampling,
@@ -31,8 +30,10 @@ from spell_jax.evaluation.answering import (
     Row,
     TokenizedQuestion,
     parse_row,
+    tokenize,
+    truncate_prompt,
 )
-from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
+from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.rollout.replies import Prompt
@@ -121,25 +122,10 @@ class EndpointRespondent:
                 f"max_input = {min(limits)}: must leave room for a question beside the "
                 f"{self._layout} tokens of the chat layout"
             )
-        return [
-            self._read_question(benchmark, item, max(limits))
-            for benchmark in benchmarks
-            for item in benchmark.items
-        ]
+        return tokenize(self._encode, benchmarks, max(limits), self._layout)
 
-    def _read_question(
-        self, benchmark: Benchmark, item: BenchmarkItem, longest: int
-    ) -> TokenizedQuestion:
-        if self.tokenizer is None:
-            return TokenizedQuestion(benchmark, item, Prompt(()), 0)
-        try:
-            ids = np.array(self.tokenizer.encode(item.prompt), np.int32)
-        except ValueError as error:
-            raise ValueError(f"{benchmark.name}: {item.id}: {error}") from error
-        shortened = protocol.truncate(ids, longest - self._layout)
-        return TokenizedQuestion(
-            benchmark, item, Prompt(shortened.tolist()), len(ids) + self._layout
-        )
+    def _encode(self, text: str) -> Prompt:
+        return Prompt(self.tokenizer.encode(text) if self.tokenizer else ())
 
     def answer(
         self, questions: Sequence[TokenizedQuestion], limit: int, answered_keys: Set[QuestionKey]
@@ -231,8 +217,8 @@ class EndpointRespondent:
         """Return the message of a question, cut to a limit."""
         if self.tokenizer is None or question.length <= limit:
             return question.item.prompt
-        shortened = protocol.truncate(np.asarray(question.prompt.ids), limit - self._layout)
-        return self.tokenizer.decode(shortened.tolist())
+        shortened = truncate_prompt(question.prompt, limit - self._layout)
+        return self.tokenizer.decode(np.asarray(shortened.ids).tolist())
 
     def _seed(self, key: QuestionKey, number: int) -> int:
         """Return the seed of a sample: different for all samples of a question."""

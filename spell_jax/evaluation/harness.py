@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from spell_jax.evaluation.runner import policy_folder
-from spell_jax.policy.choices import THINKING
+from spell_jax.evaluation.runner import POLICY_FIELDS, make_policy, policy_folder
 from spell_jax.policy.model import ModelConfig
 from spell_jax.rollout import flags as policy_flags
 from spell_jax.rollout.text_model import SIZES, TextModel
@@ -33,23 +32,10 @@ log = logging.getLogger(__name__)
 
 RESULTS, SAMPLES = "lm_eval.json", "lm_eval_samples.jsonl"
 OWN_FLAGS = ("lm_eval_tasks", "lm_eval_examples", "lm_eval_chat")
-# Flags that only benchmarks have: a task of the harness has its own prompts, sampling and metrics.
-BENCHMARK_FLAGS = (
-    *(
-        "data",
-        "prose",
-        "max_input",
-        "samples",
-        "temperature",
-        "top_p",
-        "max_tokens",
-        "name",
-        "compare",
-    ),
-    *("columns", "answer_format", "judge_url", "judge_model", "judge_policy", "judge_template"),
-    *("rule", "answers"),
-    *("judge_max_tokens", "judge_workers", "judge_rate"),
-    *("endpoint", "model", "tokenizer", "endpoint_workers", "endpoint_rate"),
+# Flags with an effect: a task of the harness has its own prompts, sampling and metrics.
+USEFUL_FLAGS = (
+    *("lm_eval", *OWN_FLAGS, "out", "policy", "workdir", "limit", "seed", "dtype", "thinking"),
+    *("rope_scaling", "rope_factor", *policy_flags.SIZES),
 )
 # A download would depend on the day; both libraries read these when they are imported.
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -103,12 +89,10 @@ def check_flags(flag_values: flags.FlagValues) -> None:
     """Raise UsageError unless one of --benchmarks and --lm_eval is given, with flags of its own."""
     if bool(flag_values.benchmarks) == bool(flag_values.lm_eval):
         raise app.UsageError("--benchmarks or --lm_eval: exactly one of them must be given")
-    mode, excluded_flags = (
-        ("lm_eval", BENCHMARK_FLAGS)
-        if flag_values.lm_eval
-        else ("benchmarks", (*OWN_FLAGS, "answers"))
-    )
-    policy_flags.refuse(flag_values, excluded_flags, f"with --{mode}")
+    if flag_values.lm_eval:
+        policy_flags.refuse_others(flag_values, USEFUL_FLAGS, "with --lm_eval")
+        return
+    policy_flags.refuse(flag_values, (*OWN_FLAGS, "answers"), "with --benchmarks")
     if not flag_values.endpoint:
         limits = ("endpoint_workers", "endpoint_rate")
         policy_flags.refuse(flag_values, limits, "without --endpoint")
@@ -124,10 +108,7 @@ def from_flags(flag_values: Any) -> HarnessConfig:
         flag_values.lm_eval_chat,
         flag_values.limit,
         flag_values.seed,
-        flag_values.dtype,
-        flag_values.thinking,
-        flag_values.rope_scaling,
-        flag_values.rope_factor,
+        *(getattr(flag_values, name) for name in POLICY_FIELDS),
     )
 
 
@@ -150,10 +131,7 @@ def evaluate(
 
     from spell_jax.evaluation.harness_model import PolicyLM
 
-    out, thinking = pathlib.Path(out), THINKING[config.thinking]
-    policy = TextModel(
-        config.policy, config.dtype, thinking, sizes, config.rope_scaling, config.rope_factor
-    )
+    out, policy = pathlib.Path(out), make_policy(config, sizes)
     tasks = _load_tasks(config)
     _check_tasks(config, policy, tasks["tasks"])
     description = dataclasses.asdict(config) | {"weights": policy.fingerprint()}
@@ -168,7 +146,7 @@ def evaluate(
     random.seed(config.seed)
     np.random.seed(config.seed)
     results: Any = evaluator.evaluate(
-        PolicyLM(policy, config.seed, bool(thinking)),
+        PolicyLM(policy, config.seed, config.thinking == "on"),
         tasks,
         limit=config.limit or None,
         bootstrap_iters=_BOOTSTRAPS,

@@ -34,7 +34,7 @@ from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.rollout import flags as policy_flags
 from spell_jax.rollout.judge import Judge
 from spell_jax.rollout.text_model import SIZES, TextModel
-from spell_jax.runtime import distributed, fault_injection, paths, remote, setup
+from spell_jax.runtime import dataclass_flags, distributed, fault_injection, paths, remote, setup
 from spell_jax.runtime.config import check_choice
 from spell_jax.runtime.jsonl import (
     append_records,
@@ -52,6 +52,7 @@ LEFT_OUT = "left_out.jsonl"  # questions that lack a reply of an endpoint
 DEFAULT_LIMITS = (16_384, 100_000)  # the two limits of Table 1
 UNCUT = (0,)  # of an endpoint without a tokenizer
 ENDPOINT_FIELDS = ("endpoint", "model", "tokenizer")
+POLICY_FIELDS = ("dtype", "thinking", "rope_scaling", "rope_factor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,26 +126,13 @@ def from_flags(flag_values: Any) -> EvaluationConfig:
         raise app.UsageError(f"--max_input = {flag_values.max_input}: must be numbers of tokens")
     is_uncut = flag_values.endpoint and not flag_values.tokenizer
     limits = tuple(map(int, flag_values.max_input or ())) or (UNCUT if is_uncut else DEFAULT_LIMITS)
+    fields = ("data", "prose", "limit", "answer_format", *POLICY_FIELDS, *ENDPOINT_FIELDS)
     return EvaluationConfig(
         folder,
         tuple(flag_values.benchmarks),
-        flag_values.data,
-        flag_values.prose,
-        limits,
-        flag_values.limit,
-        flag_values.answer_format,
-        flag_values.dtype,
-        flag_values.thinking,
-        flag_values.rope_scaling,
-        flag_values.rope_factor,
-        EvaluationSampling(
-            flag_values.samples,
-            flag_values.temperature,
-            flag_values.top_p,
-            flag_values.max_tokens,
-            flag_values.seed,
-        ),
-        *(getattr(flag_values, name) for name in ENDPOINT_FIELDS),
+        max_input=limits,
+        sampling=dataclass_flags.read(EvaluationSampling, flag_values),
+        **{name: getattr(flag_values, name) for name in fields},
     )
 
 
@@ -249,15 +237,13 @@ def _make_respondent(
     if config.endpoint:
         names = config.endpoint, config.model, config.tokenizer
         return EndpointRespondent(*names, config.sampling, out, traffic)
-    model = TextModel(
-        config.policy,
-        config.dtype,
-        THINKING[config.thinking],
-        sizes,
-        config.rope_scaling,
-        config.rope_factor,
-    )
-    return answering.PolicyRespondent(model, config.sampling)
+    return answering.PolicyRespondent(make_policy(config, sizes), config.sampling)
+
+
+def make_policy(options: Any, sizes: SamplerConfig) -> TextModel:
+    """Make the policy of an EvaluationConfig or HarnessConfig; the errors of TextModel."""
+    scaling = options.rope_scaling, options.rope_factor
+    return TextModel(options.policy, options.dtype, THINKING[options.thinking], sizes, *scaling)
 
 
 def _describe(

@@ -56,7 +56,7 @@ def run_parrot(
     names=("text", "number"), limits=(24, 40), sampling=None, finished_keys=()
 ) -> Parrot:
     policy = Parrot()
-    questions = answering.tokenize(policy, list(map(load, names)), max(limits))
+    questions = answering.tokenize(policy.encode, list(map(load, names)), max(limits))
     for limit in limits:
         arguments = sampling or EvaluationSampling(2), policy, questions, limit, set(finished_keys)
         policy.rows = [row for _, rows in answering.sample_answers(*arguments) for row in rows]
@@ -96,7 +96,7 @@ def test_rows_record_token_counts_and_truncation():
 
 def test_context_is_checked_before_sampling():
     policy = Parrot()
-    questions = answering.tokenize(policy, [evaluating.load("text", "")], 59)
+    questions = answering.tokenize(policy.encode, [evaluating.load("text", "")], 59)
     answering.check_context(EvaluationSampling(), policy, questions)  # 59 + 5 = 64 tokens fit
     with pytest.raises(ValueError, match=r"have 65 tokens together.* = 64"):
         answering.check_context(EvaluationSampling(max_tokens=6), policy, questions)
@@ -111,7 +111,7 @@ def test_error_names_prompt_rejected_by_the_chat_template():
     benchmark, policy = evaluating.load("text", ""), Parrot()
     policy.tokenizer = SimpleNamespace(chat=chat, open_thought=lambda prompt: "")
     with pytest.raises(ValueError, match="text: text-1: no such turn"):
-        answering.tokenize(policy, [benchmark], 9)
+        answering.tokenize(policy.encode, [benchmark], 9)
 
 
 def test_rows_begin_with_the_thought_that_the_layout_opens():
@@ -119,7 +119,7 @@ def test_rows_begin_with_the_thought_that_the_layout_opens():
     policy.tokenizer = SimpleNamespace(
         chat=lambda prompt: [1], decode=str, open_thought=lambda prompt: "<think>"
     )
-    questions = answering.tokenize(policy, [load("text")], 9)
+    questions = answering.tokenize(policy.encode, [load("text")], 9)
     ((_, (row, *_)), *_) = answering.sample_answers(
         EvaluationSampling(2), policy, questions, 9, set()
     )

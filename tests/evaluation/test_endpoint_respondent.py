@@ -117,7 +117,7 @@ def test_scores_equal_the_local_protocols(server, tmp_path):
     server.respond = lambda *_: reply(server)
     summary = evaluate(server, tmp_path)
     benchmarks = [evaluating.load(name, "") for name in ("number", "text")]
-    questions = answering.tokenize(Scripted(), benchmarks, 10**6)  # type: ignore[arg-type]
+    questions = answering.tokenize(Scripted().encode, benchmarks, 10**6)
     sampling = EvaluationSampling(evaluating.SAMPLES)
     local: dict[Any, list[Any]] = dict(
         answering.sample_answers(sampling, Scripted(), questions, 0, set())  # type: ignore[arg-type]

@@ -128,7 +128,10 @@ def config(policy: pathlib.Path, **changes: Any) -> HarnessConfig:
 
 def parse(*arguments: str) -> flags.FlagValues:
     values = flags.FlagValues()
-    for name in ("benchmarks", "lm_eval", *harness.OWN_FLAGS, *harness.BENCHMARK_FLAGS):
+    of_benchmarks = ("data", "prose", "samples", "temperature", "judge_url", "answers")
+    of_endpoints = ("endpoint", "endpoint_workers", "endpoint_rate")
+    modes = ("benchmarks", "lm_eval")
+    for name in (*modes, *harness.OWN_FLAGS, *of_benchmarks, *of_endpoints):
         flags.DEFINE_string(name, "default", "", flag_values=values)
     for name in ("benchmarks", "lm_eval", "data", "endpoint"):
         values[name].value = None

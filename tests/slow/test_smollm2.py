@@ -136,7 +136,7 @@ def test_greedy_answers_to_long_prompts_equal_transformers(folder, spell_data, m
         registry.load(f"{task}_1024", "", 1, policy.tokenizer, prose=prose)
         for task in ("needle", "ruler_vt", "ruler_niah_single_1")
     ]
-    questions = answering.tokenize(policy, benchmarks, 1024)
+    questions = answering.tokenize(policy.encode, benchmarks, 1024)
     assert len(questions) == 3
     sampling = answering.EvaluationSampling(samples=1, temperature=0.0)
     answers = dict(answering.sample_answers(sampling, policy, questions, 1024, set()))
