@@ -9,6 +9,7 @@ benchmarks is reported beside it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import zlib
 from collections import Counter
@@ -107,14 +108,7 @@ def aggregate(
     no numbers, {}; likewise its column and the two means, which would not compare.
     """
     # pass@k needs k scores of every question.
-    samples = min(
-        (
-            len(question_scores)
-            for benchmark_scores in scores.values()
-            for question_scores in benchmark_scores
-        ),
-        default=0,
-    )
+    samples = min(map(len, itertools.chain(*scores.values())), default=0)
     members_of = columns(scores, shared)
     numbers: dict[str, Any] = {
         "benchmarks": {name: {} for name in scores},
@@ -177,8 +171,7 @@ def summarize(
         for i in range(0, len(limit_rows), samples):
             groups[limit_rows[i]["benchmark"]].append(limit_rows[i : i + samples])
         scores = {
-            name: [_finals(group) for group in question_samples]
-            for name, question_samples in groups.items()
+            name: [_finals(group) for group in samples_of] for name, samples_of in groups.items()
         }
         summary = aggregate(scores, shared, seed)
         counts = Counter(key[1] for key in left_out if key[0] == limit)
@@ -285,26 +278,24 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> str:
         parts.append(f"## {kind}, percent (95 % interval)\n\n{body}\n")
     notes = [
         note.format(_describe(row[kind], things, titles), policy=policy, limit=_limit(limit))
-        for kind, things, note in _NOTES
+        for kind, (_, things, note) in _NOTES.items()
         for limit, policy, row in rows
         if row.get(kind)
     ]
     return "\n".join([*parts, *notes])
 
 
-# (counts by column, what they count, note below the table).
-_NOTES = (
-    (
-        "unjudged",
-        "answers",
+# Counts by column -> (mark of the column's mean, what is counted, note below the table).
+_NOTES = {
+    "unjudged": (
+        *("*", "answers"),
         "\\* {policy}, {limit}: no verdict of a judge on {}; the rule's scores stand.\n",
     ),
-    (
-        "left_out",
-        "questions",
+    "left_out": (
+        *("\N{DAGGER}", "questions"),
         "\N{DAGGER} {policy}, {limit}: no reply to {}, which the means leave out.\n",
     ),
-)
+}
 
 
 def _describe(counts: Mapping[str, int], things: str, titles: Mapping[str, str]) -> str:
@@ -313,9 +304,8 @@ def _describe(counts: Mapping[str, int], things: str, titles: Mapping[str, str])
 
 def _marks(row: Mapping[str, Any], column: str = "") -> str:
     """Return the marks of a column's mean, or of a mean of all columns."""
-    marks = {"unjudged": "*", "left_out": "\N{DAGGER}"}
-    counts = {kind: row.get(kind, {}) for kind in marks}
-    return "".join(marks[kind] for kind, by in counts.items() if (column in by if column else by))
+    counts = {mark: row.get(kind, {}) for kind, (mark, *_) in _NOTES.items()}
+    return "".join(mark for mark, by in counts.items() if (column in by if column else by))
 
 
 def _cell(interval: Mapping[str, float] | None, marks: str) -> str:
