@@ -32,6 +32,7 @@ from spell_jax.runtime import paths, workdir_lock
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import Config, plain, section
 from spell_jax.runtime.metrics import Metrics
+from spell_jax.selfplay.prompts import ROLES
 from spell_jax.trainer.run_files import RunFiles
 from spell_jax.trainer.state import HostState, States, freeze_base, load_weights
 
@@ -69,7 +70,7 @@ def make_learner(config: SupervisedConfig, policy: PolicyConfig) -> Learner:
         config.packing,
         mesh,
         compute_dtype=dtype,
-        group_names=prompts.ROLES,  # a row's role names its group
+        group_names=ROLES,  # a row's role names its group
     )
 
 
