@@ -480,8 +480,9 @@ def test_reading_path_stays_short(counts):
     assert 20 <= counts["files of the reading path"] <= 28
     # 150 of these lines are names in `Attributes:` sections of public classes, which the API pages
     # show. Comments beside the fields would take fewer lines, but stay out of these pages. 60 lines
-    # are switches between the paper's text and its public code.
-    assert counts["lines of the reading path"] <= 5370
+    # are switches between the paper's text and its public code. 50 lines of trainer/rollouts.py name
+    # the place of a reward that is no number; they were a file beside the path.
+    assert counts["lines of the reading path"] <= 5410
 
 
 @pytest.mark.slow
@@ -494,7 +495,8 @@ def test_step_crosses_few_files_and_an_answer_few_classes():
     assert {f"spell_jax/{part}.py" for part in parts} <= files.keys()
     assert "spell_jax/runtime/metrics.py" not in files
     assert {"Sample", "Reply", "SpellEpisode", "TrainGroup", "MicroBatch"} <= {*classes}
-    assert len(files) <= 70 and sum(files.values()) <= 14_000 and len(classes) <= 8
+    # Three of these files are parts of SPELL that RLVR and preference algorithms compose too.
+    assert len(files) <= 73 and sum(files.values()) <= 14_000 and len(classes) <= 8
 
 
 def test_floors_are_counted_along_the_longest_path():
