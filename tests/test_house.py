@@ -480,8 +480,8 @@ def test_reading_path_stays_short(counts):
     assert 20 <= counts["files of the reading path"] <= 28
     # 150 of these lines are names in `Attributes:` sections of public classes, which the API pages
     # show. Comments beside the fields would take fewer lines, but stay out of these pages. 60 lines
-    # are switches between the paper's text and its public code. 50 lines of trainer/rollouts.py name
-    # the place of a reward that is no number; they were a file beside the path.
+    # are switches between the paper's text and its public code. 50 lines of trainer/rollouts.py
+    # name the place of a reward that is no number; they were a file beside the path.
     assert counts["lines of the reading path"] <= 5410
 
 
