@@ -55,7 +55,7 @@ class Workload:
       verdict_tokens: mean tokens of a verdict, likewise.
       documents: documents in a prompt with all documents, of equal lengths.
       answered: share of the written questions that pass the filters and are answered.
-      mixed: share of the answered questions whose answers are partly right.
+      mixed: share of the answered questions with partly right answers.
     """
 
     prompt: int
@@ -234,9 +234,9 @@ def _document_characters(prompts: Prompts, work: Workload) -> int:
     template = max(len(prompts.texts[name]) for name in _TEMPLATES) // _TOKEN_BYTES
     characters = _TOKEN_BYTES * (work.prompt - template - _BESIDE) // work.documents
     if characters < _PARAGRAPH // 4:
-        least = template + _BESIDE + work.documents * _PARAGRAPH // 4 // _TOKEN_BYTES
+        minimum = template + _BESIDE + work.documents * _PARAGRAPH // 4 // _TOKEN_BYTES
         raise ValueError(
-            f"length = {work.prompt}: must be at least {least}, for {work.documents} documents"
+            f"length = {work.prompt}: must be at least {minimum}, for {work.documents} documents"
         )
     return characters
 

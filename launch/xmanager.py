@@ -154,7 +154,7 @@ def _check_overrides(overrides: Sequence[str], fields: Collection[str], reason: 
 def read_config(unit: WorkUnit) -> Config:
     """Build the config that `spell_jax.train` will get from the unit's flags.
 
-    Errors are those of `entry.parse_flags`.
+    Errors are as in `entry.parse_flags`.
     """
     # Flag values of its own, because absl's global flags hold the launcher's --config.
     values = flags.FlagValues()

@@ -132,7 +132,7 @@ class AlgorithmConfig:
     def renewed_copies(self, step: int) -> Sequence[str]:
         """Return names of frozen copies that the policy's weights of this step replace.
 
-        The trainer asks after each step, and renews those of Algorithm.model_names.
+        The trainer asks after each step, and renews the names in Algorithm.model_names.
         """
         return ()
 

@@ -192,7 +192,7 @@ def on_questions(
     section: str = "responder accuracy (rule)",
     role_exams: Callable[[], Iterable[Exam]] = lambda: (),
 ) -> HeldOut:
-    """Make the evaluation of greedy answers to given questions, whose answers are recorded.
+    """Make the evaluation of greedy answers to given questions; it records the answers.
 
     Rows are tasks, in the report also numbers of documents if few different numbers occur.
     `measure` makes measures by name from (answer, question), accuracy first; `role_exams` makes

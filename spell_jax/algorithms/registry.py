@@ -154,50 +154,25 @@ def _read_validation(config: AlgorithmConfig, data: DataConfig) -> tuple[Questio
     return read_scorable(path, "data.validation", config.extract, config.rule) if path else ()
 
 
+def _on_static_questions(config: type[AlgorithmConfig], make: Any, **fields: Any) -> AlgorithmSpec:
+    """Make the entry of an algorithm that answers given questions, or questions written once."""
+    inputs = "clusters", "questions"
+    return AlgorithmSpec(
+        config, make, _evaluate_spell, inputs, write_replies=spell_dry.write_replies, **fields
+    )
+
+
 ALGORITHMS: dict[str, AlgorithmSpec] = {
     "spell": AlgorithmSpec(
         SpellConfig, Spell, _evaluate_spell, teacher="may", write_replies=spell_dry.write_replies
     ),
-    "rlvr": AlgorithmSpec(
-        RlvrConfig,
-        make_rlvr,
-        _evaluate_spell,
-        ("clusters", "questions"),
-        teacher="may",
-        write_replies=spell_dry.write_replies,
+    "rlvr": _on_static_questions(RlvrConfig, make_rlvr, teacher="may"),
+    "qwenlong_l1": _on_static_questions(QwenLongConfig, make_qwenlong, teacher="may"),
+    "self_distillation": _on_static_questions(
+        SelfDistillationConfig, make_self_distillation, teacher="must"
     ),
-    "qwenlong_l1": AlgorithmSpec(
-        QwenLongConfig,
-        make_qwenlong,
-        _evaluate_spell,
-        ("clusters", "questions"),
-        teacher="may",
-        write_replies=spell_dry.write_replies,
-    ),
-    "self_distillation": AlgorithmSpec(
-        SelfDistillationConfig,
-        make_self_distillation,
-        _evaluate_spell,
-        ("clusters", "questions"),
-        teacher="must",
-        write_replies=spell_dry.write_replies,
-    ),
-    "longpo": AlgorithmSpec(
-        LongPoConfig,
-        make_longpo,
-        _evaluate_spell,
-        ("clusters", "questions"),
-        has_pairs=True,
-        write_replies=spell_dry.write_replies,
-    ),
-    "solopo": AlgorithmSpec(
-        SoLoPoConfig,
-        make_solopo,
-        _evaluate_spell,
-        ("clusters", "questions"),
-        has_pairs=True,
-        write_replies=spell_dry.write_replies,
-    ),
+    "longpo": _on_static_questions(LongPoConfig, make_longpo, has_pairs=True),
+    "solopo": _on_static_questions(SoLoPoConfig, make_solopo, has_pairs=True),
     "reconstruction": AlgorithmSpec(
         ReconstructionConfig,
         Reconstruction,

@@ -99,7 +99,7 @@ class TextModel:
         return encode(self.tokenizer, text)
 
     def room(self, max_tokens: int) -> int:
-        """Return the most tokens of a prompt whose answer has `max_tokens` tokens."""
+        """Return the most tokens of a prompt beside an answer of `max_tokens` tokens."""
         return self.config.max_positions - max_tokens
 
     def ask(

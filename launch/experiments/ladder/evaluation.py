@@ -1,7 +1,7 @@
 """Held-out evaluation of SPELL in the ladder world (algorithm.evaluation), against the oracle.
 
 1. Responder: questions of each depth, by number of documents.
-2. Verifier: pairs of answers, of which half are equal.
+2. Verifier: pairs of answers; half of the pairs are equal.
 3. Questioner: without and with a known question: the shares that are accepted, that the documents
    answer, that are deeper than the known one, and their mean depth.
 """
