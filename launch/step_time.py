@@ -173,10 +173,15 @@ def workload(
     return Workload(prompt, tokens, verdict_tokens, **fields)
 
 
-def phases(programs: aot.RunPrograms, topology: topologies.Topology, work: Workload) -> list[Phase]:
+def count_programs(programs: aot.RunPrograms, topology: topologies.Topology) -> ProgramCounts:
+    """Return the counts of a run's programs on a slice or node."""
+    return ProgramCounts(programs, bool(topology.layout), len(topology.shape))
+
+
+def phases(counts: ProgramCounts, topology: topologies.Topology, work: Workload) -> list[Phase]:
     """Estimate the phases of a step on a slice or node, in the order of the table."""
+    programs = counts.programs
     step, chip = run_step(programs.config, programs.sampler, work), machine(topology)
-    counts = ProgramCounts(programs, bool(topology.layout), len(topology.shape))
     sampler = programs.sampler
     call_tokens = sampler.shards * sampler.shape.tasks * sampler.shape.page_size
     slots, step_phases = sampler.shards * sampler.shape.slots, []
@@ -295,13 +300,14 @@ def describe_step(programs: aot.RunPrograms, topology: topologies.Topology, work
     """Format the table, the step in which all answers have their caps, and the assumptions."""
     cap, cap_of_verdicts = programs.config.sampler.max_tokens, verdict_cap(programs.config)
     longest = {"tokens": cap, "verdict_tokens": cap_of_verdicts}
-    capped = phases(programs, topology, dataclasses.replace(work, **longest))
+    counts = count_programs(programs, topology)  # traces each program once for both steps
+    capped = phases(counts, topology, dataclasses.replace(work, **longest))
     capped_seconds = sum(phase.seconds.total for phase in capped)
     assumptions = ", ".join(f"--{name}={value}" for name, value in dataclasses.asdict(work).items())
     lines = [
         topologies.describe(topology, programs.mesh),
         "",
-        format_phases(phases(programs, topology, work)),
+        format_phases(phases(counts, topology, work)),
         "",
         f"If every answer had {cap} tokens and every verdict "
         f"{cap_of_verdicts}, their caps: {capped_seconds:.0f} s",

@@ -141,18 +141,18 @@ class ProgramCounts:
         self.policy, self.mesh = programs.policy, programs.mesh
         self.itemsize = programs.learner.compute_dtype.itemsize
         self.splash, self.dimensions = splash, dimensions
-        self._programs = programs
+        self.programs = programs
         self._products: dict[str, Products] = {}
 
     def products(self, name: str) -> Products:
         """Return the products of a program of aot.PROGRAMS for one token and one answer slot."""
         if name not in self._products:
-            program = self._programs.program(name)
+            program = self.programs.program(name)
             experts = self.mesh.shape[meshes.EXPERT]
             counted = count_products(program.trace().jaxpr.jaxpr, experts)
             tokens = math.prod(program.tokens)
             # A decode pass samples from every row; rows of training have slots for answers.
-            bucket = self._programs.bucket
+            bucket = self.programs.bucket
             slots = tokens if name == "decode" else tokens // bucket.length * bucket.answers
             self._products[name] = counted.per(tokens, max(1, slots))
         return self._products[name]

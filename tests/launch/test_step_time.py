@@ -62,7 +62,8 @@ def _phases(topology: str, length: int = 4096, **fields: Any) -> dict[str, Phase
     programs = _programs(topology, length=length, **fields)
     work = step_time.workload(programs.config, length)
     place = topologies.find(topology, topologies.A100_NODE)
-    return {phase.name: phase for phase in step_time.phases(programs, place, work)}
+    counts = step_time.count_programs(programs, place)
+    return {phase.name: phase for phase in step_time.phases(counts, place, work)}
 
 
 def _total(topology: str, **fields: Any) -> float:
