@@ -212,4 +212,4 @@ def test_all_questions_of_squad_are_read(spell_data: Path) -> None:
     rows = read_questions(spell_data / "published" / "squad11")
     assert len(rows) == 5696  # of the first 24 articles of dev-v1.1.json
     for row in rows:
-        assert all(reference in row.documents[0] for reference in row.references)
+        assert all(reference in row.documents[0] for reference in row.right)
