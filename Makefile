@@ -40,9 +40,9 @@ test-all: test test-slow test-portable
 # allows, in an environment of its own. Not part of test-all.
 test-oldest: .oldest/installed
 	.oldest/bin/python -m pytest -q -n 2 -m "not slow and not long" $(OLDEST) $(PYTEST_ARGS)
-OLDEST := tests/trainer tests/sampler tests/runtime/test_checkpoint.py tests/runtime/test_loggers.py \
+OLDEST := tests/trainer tests/sampler tests/runtime/files/test_checkpoint.py tests/runtime/log/test_loggers.py \
 	tests/learner/test_update.py tests/learner/test_loss.py tests/policy/test_transformer.py \
-	tests/policy/test_weights.py tests/policy/test_hf_tokenizer.py tests/launch/test_check.py
+	tests/policy/test_weights.py tests/policy/formats/test_hf_tokenizer.py tests/launch/test_check.py
 
 .oldest/installed: setup.py requirements/oldest.txt
 	$(PYTHON) -m venv .oldest

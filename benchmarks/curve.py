@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from matplotlib.figure import Figure
 
 from benchmarks.base import BenchmarkCommand
-from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.log.metrics import read_metrics
 
 FOLDER = "docs/measurements"
 METRICS = ("eval/responder", "eval/all")  # of generated worlds, and of given questions

@@ -22,7 +22,7 @@ from data_pipeline.filter import FilterConfig, filter_documents
 from data_pipeline.records import SCHEMAS, make_document
 from data_pipeline.stages import Stages
 from spell_jax.configs.data import folder as folder_config
-from spell_jax.runtime.run_logger import resident_bytes
+from spell_jax.runtime.log.run_logger import resident_bytes
 
 VOCABULARY = 50_000
 COPY_EVERY, COPY_OF = 20, 10  # document 20 n + 19 is a copy of document 20 n + 9

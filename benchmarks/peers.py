@@ -39,8 +39,8 @@ from benchmarks.base import (
 )
 from benchmarks.sides.contract import Numbers, SideOptions, peak_bytes, share_documents
 from spell_jax.learner import packing
-from spell_jax.runtime import paths
 from spell_jax.runtime import setup as start
+from spell_jax.runtime.files import paths
 
 _OURS = (
     "generation and update lay a prompt out once for all its answers",

@@ -19,7 +19,7 @@ from etils import epath
 
 from benchmarks.base import BenchmarkCommand
 from spell_jax.configs import tiny
-from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.log.metrics import read_metrics
 from spell_jax.trainer import loop
 
 SETTLED = 50  # updates after which a run has executed every kind of work at least once

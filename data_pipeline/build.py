@@ -61,8 +61,8 @@ with entry.user_errors():
     from data_pipeline.tasks import TasksConfig
     from spell_jax.data import tfds_sets
     from spell_jax.runtime import config as settings
-    from spell_jax.runtime import paths
     from spell_jax.runtime.config import Config
+    from spell_jax.runtime.files import paths
 
 # Packages with versions that may change the output: they decode, hash, embed, cluster or write.
 PACKAGES = ("spell_jax", "apache-beam", "array-record", "datasketch", "jax", "numpy", "py3langid")

@@ -2,7 +2,7 @@
 
 Small formats are parsed by a function from bytes to rows. Formats with millions of rows (.jsonl,
 .parquet) are streamed from an open file. An unusable row has a `problem`. Rows of JSON and Parquet
-are read by spell_jax/data/row_files.py and spell_jax/runtime/jsonl.py.
+are read by spell_jax/data/row_files.py and spell_jax/runtime/files/jsonl.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from data_pipeline.filter import describe_error
 from spell_jax.data import row_files
 from spell_jax.data.text_files import Unusable, decode
-from spell_jax.runtime.jsonl import json_lines
+from spell_jax.runtime.files.jsonl import json_lines
 
 # Limits of a PDF. A page takes 0.01 to 0.2 s.
 PDF_CHARACTERS, PDF_SECONDS = 1 << 28, 600

@@ -40,8 +40,8 @@ from spell_jax.data.text_files import Unusable
 from spell_jax.data.tfds_sets import TextSet, TfdsSource, is_tfds
 from spell_jax.runtime import config as settings
 from spell_jax.runtime.config import check_choice, check_least
-from spell_jax.runtime.jsonl import LONGEST_LINE, uncompressed
-from spell_jax.runtime.remote import file_version
+from spell_jax.runtime.files.jsonl import LONGEST_LINE, uncompressed
+from spell_jax.runtime.files.remote import file_version
 
 WHOLE: Mapping[str, Callable[[bytes], list[SourceRow]]] = {
     ".txt": layouts.read_text,

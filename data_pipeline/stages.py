@@ -32,7 +32,7 @@ from apache_beam.runners.portability.portable_runner import PortableRunner
 from data_pipeline import balance, workers
 from data_pipeline.records import SCHEMAS, SIZED, Count, digest, is_sized
 from data_pipeline.spark import PySparkRunner
-from spell_jax.runtime import durable
+from spell_jax.runtime.files import durable
 
 DONE = "done.json"
 # Prefix of temporary names: the pattern of a table, TABLE-*.parquet, does not match them.
@@ -268,7 +268,7 @@ def delete(files: Sequence[Any]) -> None:
 def store(folder: str, name: str, data: BinaryIO) -> None:
     """Write a file atomically: under a temporary name, then renamed.
 
-    On a local disk the file then survives a loss of power (spell_jax/runtime/durable.py).
+    On a local disk the file then survives a loss of power (spell_jax/runtime/files/durable.py).
     """
     unfinished = FileSystems.join(folder, f"{UNFINISHED}{uuid.uuid4().hex}-{name}")
     with FileSystems.create(unfinished) as file:

@@ -82,7 +82,7 @@ def watched(work: str) -> Iterator[None]:
         if not callable(handle):
             return handle
 
-        @functools.wraps(handle)  # runtime/sigterm.py knows its handler by the module's name
+        @functools.wraps(handle)  # runtime/hosts/sigterm.py knows its handler by the module's name
         def end(number: int, frame: FrameType | None) -> None:
             is_ending.set()
             logging.getLogger("apache_beam").setLevel(logging.CRITICAL)  # of the lost workers

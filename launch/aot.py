@@ -53,9 +53,10 @@ from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import int8, lora, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, is_available, known_shape, shape_policy
-from spell_jax.runtime import entry, paths, remote
+from spell_jax.runtime import entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, build
+from spell_jax.runtime.files import paths, remote
 from spell_jax.sampler import batching
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler

@@ -40,8 +40,9 @@ from spell_jax.data import built
 from spell_jax.data.config import origin
 from spell_jax.learner import packing, shapes
 from spell_jax.learner.loss_config import LossConfig
-from spell_jax.policy import int8, safetensors, weights
+from spell_jax.policy import int8, weights
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.formats import safetensors
 from spell_jax.policy.model import (
     ModelConfig,
     find_folder,
@@ -50,10 +51,11 @@ from spell_jax.policy.model import (
     read_model,
     shape_policy,
 )
-from spell_jax.runtime import entry, hashes, paths, setup
+from spell_jax.runtime import entry, setup
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, changes
-from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
+from spell_jax.runtime.files import hashes, paths
+from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler import kv_cache
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay.given_questions import read_scorable

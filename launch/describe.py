@@ -17,12 +17,13 @@ from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.config import RunConfig, find_checkpoint
 from spell_jax.data.samples import Sample
 from spell_jax.learner import packing, shapes
-from spell_jax.policy import lora, products, safetensors, transformer
+from spell_jax.policy import lora, products, transformer
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.formats import safetensors
 from spell_jax.reporting.tables import EVALUATION_FILE
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
-from spell_jax.runtime.paths import CHECKPOINTS_FOLDER, CONFIG_FILE
+from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER, CONFIG_FILE
 from spell_jax.sampler.config import SamplerConfig
 
 

@@ -31,7 +31,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch import topologies
-from spell_jax.runtime import entry, sigterm, terminal
+from spell_jax.runtime import entry, terminal
+from spell_jax.runtime.hosts import sigterm
 
 COMMANDS = ("create", "copy", "run", "logs", "status", "watch", "delete")
 # Google's JAX image for each generation (cloud.google.com/tpu/docs/runtimes).

@@ -28,7 +28,7 @@ from spell_jax.policy.choices import DTYPES
 from spell_jax.policy.config import PolicyConfig, RopeConfig
 from spell_jax.policy.model import ModelConfig
 from spell_jax.policy.products import resolve_dtype
-from spell_jax.runtime import distributed, hooks, loggers, paths, setup
+from spell_jax.runtime import hooks, setup
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import (
     Config,
@@ -41,7 +41,10 @@ from spell_jax.runtime.config import (
     plain,
     section,
 )
-from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
+from spell_jax.runtime.files import paths
+from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER
+from spell_jax.runtime.hosts import distributed
+from spell_jax.runtime.log import loggers
 from spell_jax.sampler.config import SamplerConfig
 
 T = TypeVar("T")

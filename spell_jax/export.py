@@ -24,8 +24,9 @@ from spell_jax.runtime import entry
 
 def main(_) -> None:
     # Imported here, so that --help and a mistake in a flag are answered at once.
-    from spell_jax.policy import gguf_convert
-    from spell_jax.runtime import paths, remote, setup
+    from spell_jax.policy.formats import gguf_convert
+    from spell_jax.runtime import setup
+    from spell_jax.runtime.files import paths, remote
     from spell_jax.trainer.export import check_new, export
 
     setup.setup()

@@ -16,7 +16,8 @@ from __future__ import annotations
 import argparse
 
 from spell_jax.reporting.page import X_AXES
-from spell_jax.runtime import entry, paths
+from spell_jax.runtime import entry
+from spell_jax.runtime.files import paths
 
 
 def main() -> None:

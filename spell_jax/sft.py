@@ -20,7 +20,8 @@ from spell_jax.runtime import entry
 
 def main(_) -> None:
     # Imported here, so that --help and a mistake in a flag are answered at once.
-    from spell_jax.runtime import paths, setup
+    from spell_jax.runtime import setup
+    from spell_jax.runtime.files import paths
     from spell_jax.trainer.supervised import fine_tune
 
     setup.setup()

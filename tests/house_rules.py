@@ -101,7 +101,7 @@ PRONOUNS = frozenset([
 # Names above that stay, by file: parameters that others pass by name, a flag, a key on disk.
 ALLOWED_PRONOUNS: Mapping[str, tuple[str, ...]] = {
     "benchmarks/accelerator/command.py": ("again",),
-    "spell_jax/runtime/workdir_lock.py": ("seen",),
+    "spell_jax/runtime/files/workdir_lock.py": ("seen",),
     "spell_jax/selfplay/selection.py": ("asked", "wanted"),
 }
 _ISE = [

@@ -36,7 +36,7 @@ MEASURED_STEP = 3
 KERNELS = f"{PACKAGE}/attention/"
 # Modules of runtime/ that only write or show what happened, and the thread that writes it.
 LOG_THREAD = "background"
-LOGS = ("episodes", "loggers", "metrics", "progress", "run_logger", "terminal", "timers")
+LOGS = ("episodes", "loggers", "metrics", "progress", "run_logger", "terminal")
 
 
 @dataclasses.dataclass

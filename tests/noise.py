@@ -37,7 +37,7 @@ from spell_jax.policy.model import TINY_POLICY
 from spell_jax.reporting import run_report
 from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import mesh
-from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
+from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler.engine import Sampler
 from spell_jax.selfplay import evidence, parsing, rules
 from spell_jax.trainer import build

@@ -493,7 +493,7 @@ def test_step_crosses_few_files_and_an_answer_few_classes():
     files, classes = record.crossed_files(), record.classes_of_an_answer()
     parts = ("trainer/loop", "algorithms/spell/algorithm", "sampler/session", "learner/packing")
     assert {f"spell_jax/{part}.py" for part in parts} <= files.keys()
-    assert "spell_jax/runtime/metrics.py" not in files
+    assert "spell_jax/runtime/log/metrics.py" not in files
     assert {"Sample", "Reply", "SpellEpisode", "TrainGroup", "MicroBatch"} <= {*classes}
     # Three of these files are parts of SPELL that RLVR and preference algorithms compose too.
     assert len(files) <= 73 and sum(files.values()) <= 14_000 and len(classes) <= 8

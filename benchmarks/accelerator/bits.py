@@ -27,8 +27,8 @@ import orbax.checkpoint as ocp
 
 from benchmarks.accelerator.processes import RunningCommand, make_folder
 from benchmarks.accelerator.section import Case, Numbers, Setting
-from spell_jax.runtime.metrics import read_metrics
-from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
+from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER
+from spell_jax.runtime.log.metrics import read_metrics
 
 SECTION = "bits"
 ONLY_COMMANDS = True  # child.py

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.accelerator.section import FAULT, Numbers
-from spell_jax.runtime import jsonl
+from spell_jax.runtime.files import jsonl
 
 FILE = "results.jsonl"
 _MOST_SHOWN = 8  # numbers of a case in the table

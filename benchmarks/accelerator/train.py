@@ -35,8 +35,8 @@ from typing import Any
 from benchmarks.accelerator.processes import MEMORY_SHARE, PREALLOCATE, RunningCommand, make_folder
 from benchmarks.accelerator.section import FAULT, Case, Numbers, Setting
 from spell_jax.reporting.tables import EVALUATION_FILE
-from spell_jax.runtime import preemption
-from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
+from spell_jax.runtime.hosts import preemption
+from spell_jax.runtime.log.metrics import METRICS_FILE, read_metrics
 
 SECTION = "train"
 ONLY_COMMANDS = True  # child.py

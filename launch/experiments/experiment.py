@@ -19,9 +19,9 @@ from etils import epath
 
 from spell_jax.evaluation import judgments, lengths
 from spell_jax.evaluation.runner import SUMMARY
+from spell_jax.runtime.files.jsonl import MALFORMED, read_json
 from spell_jax.runtime.finite import is_finite
-from spell_jax.runtime.jsonl import MALFORMED, read_json
-from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
+from spell_jax.runtime.log.metrics import METRICS_FILE, read_metrics
 
 MODELS, DATA, BENCHMARKS = "models", "data", "benchmarks"  # folders below `inputs`
 STEPS = 10  # first or last steps of a run that a curve's number averages by default

@@ -16,7 +16,7 @@ from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.rollout.judge import JudgeFunction
 from spell_jax.rollout.replies import AskModels
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.selfplay.prompts import Prompts
 
 # (seed, step): the entropy of all numpy generators of a step, default_rng([*key]),

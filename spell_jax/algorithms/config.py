@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from spell_jax.learner.advantages import group_advantages
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.runtime.config import check_choice, naming
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import prompts, rules
 from spell_jax.selfplay.verdicts import JUDGE_RULES, JUDGE_TEMPLATES

@@ -17,8 +17,8 @@ from spell_jax.data.clusters import Cluster
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.rollout.judge import JudgeFunction
 from spell_jax.rollout.replies import Replies, Reply
-from spell_jax.runtime import distributed
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.hosts import distributed
+from spell_jax.runtime.log.metrics import Metrics
 
 
 def recorded(

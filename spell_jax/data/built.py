@@ -31,8 +31,9 @@ from spell_jax.data.clusters import (
     read_clusters,
 )
 from spell_jax.data.tfds_sets import TfdsSource, open_builder
-from spell_jax.runtime import distributed, remote
-from spell_jax.runtime.jsonl import read_json, read_records
+from spell_jax.runtime.files import remote
+from spell_jax.runtime.files.jsonl import read_json, read_records
+from spell_jax.runtime.hosts import distributed
 
 MANIFEST, INDEX = "manifest.json", "index.jsonl"
 SHARDS = "clusters-train.array_record-*"

@@ -24,8 +24,8 @@ from typing import Any, TypeGuard
 
 from spell_jax.data.text_files import Unusable, decode
 from spell_jax.data.tfds_sets import TfdsSource
-from spell_jax.runtime import remote
-from spell_jax.runtime.jsonl import require_records
+from spell_jax.runtime.files import remote
+from spell_jax.runtime.files.jsonl import require_records
 
 PAPER_TASKS = ("general_qa", "financial_math", "multiple_choice")
 CLOZE = "cloze"  # sentences with a gap (selfplay/cloze.py)

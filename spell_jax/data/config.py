@@ -13,8 +13,9 @@ from typing import NamedTuple, Protocol
 from spell_jax.data import built, clusters, tiny_stories, tiny_world
 from spell_jax.data.clusters import PAPER_TASKS, TASKS, Source
 from spell_jax.data.tfds_sets import FORM, TfdsSource, is_tfds
-from spell_jax.runtime import hooks, remote
+from spell_jax.runtime import hooks
 from spell_jax.runtime.config import LARGEST, check_choice, check_least, naming
+from spell_jax.runtime.files import remote
 
 log = logging.getLogger(__name__)
 

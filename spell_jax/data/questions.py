@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from spell_jax.data.clusters import TASKS, Cluster, ClusterSource, in_memory
-from spell_jax.runtime import remote
-from spell_jax.runtime.jsonl import require_records
+from spell_jax.runtime.files import remote
+from spell_jax.runtime.files.jsonl import require_records
 
 T = TypeVar("T")
 

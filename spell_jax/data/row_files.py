@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
-from spell_jax.runtime.jsonl import (
+from spell_jax.runtime.files.jsonl import (
     LONGEST_LINE,
     JsonLine,
     bounded_lines,

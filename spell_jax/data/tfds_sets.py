@@ -4,7 +4,7 @@
    gs://. Only its files are read: nothing is downloaded from the set's publisher, no code of other
    packages is imported, and TensorFlow is not needed.
 2. A split of a set is a list of shards: files of ArrayRecord, Parquet or TFRecord with one
-   tf.Example per record. A shard in a bucket is copied before it is read (runtime/remote.py).
+   tf.Example per record. A shard in a bucket is copied before it is read (runtime/files/remote.py).
 3. A document is the text feature of a record. It begins with the record's title, as the documents
    of published questions do (question_sets/published.py), if the set has a feature "title".
 """
@@ -27,7 +27,7 @@ from etils import epath
 
 from spell_jax.data import row_files
 from spell_jax.data.text_files import Unusable
-from spell_jax.runtime import paths
+from spell_jax.runtime.files import paths
 
 PREFIX = "tfds:"
 FORM = "tfds:NAME[/CONFIG][:VERSION]"

@@ -28,7 +28,7 @@ from spell_jax.rollout.replies import Prompt
 from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
-from spell_jax.runtime.jsonl import read_records, write_records
+from spell_jax.runtime.files.jsonl import read_records, write_records
 from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay.verdicts import MISSING

@@ -39,7 +39,7 @@ from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.rollout.replies import Prompt
 from spell_jax.runtime import entry
 from spell_jax.runtime.endpoint import ChatReply, ChatRequest, Endpoint, EndpointConfig
-from spell_jax.runtime.jsonl import append_records, read_records
+from spell_jax.runtime.files.jsonl import append_records, read_records
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from spell_jax.runtime import durable
+from spell_jax.runtime.files import durable
 
 METRIC = "pass@1"
 _PANEL_SIZE = (5.0, 3.6)  # inches

@@ -20,9 +20,10 @@ from etils import epath
 from spell_jax.policy.choices import THINKING
 from spell_jax.rollout.replies import Reply
 from spell_jax.rollout.text_model import TextModel
-from spell_jax.runtime import entry, paths, remote
-from spell_jax.runtime.jsonl import read_json, require_records, write_records
-from spell_jax.runtime.paths import CONFIG_FILE
+from spell_jax.runtime import entry
+from spell_jax.runtime.files import paths, remote
+from spell_jax.runtime.files.jsonl import read_json, require_records, write_records
+from spell_jax.runtime.files.paths import CONFIG_FILE
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import memory, parsing, rules

@@ -23,9 +23,11 @@ from spell_jax.evaluation.runner import POLICY_FIELDS, make_policy, policy_folde
 from spell_jax.policy.model import ModelConfig
 from spell_jax.rollout import flags as policy_flags
 from spell_jax.rollout.text_model import SIZES, TextModel
-from spell_jax.runtime import distributed, entry, paths, remote, setup
+from spell_jax.runtime import entry, setup
 from spell_jax.runtime.config import check_least
-from spell_jax.runtime.jsonl import write_json, write_records
+from spell_jax.runtime.files import paths, remote
+from spell_jax.runtime.files.jsonl import write_json, write_records
+from spell_jax.runtime.hosts import distributed
 from spell_jax.sampler.config import SamplerConfig
 
 log = logging.getLogger(__name__)

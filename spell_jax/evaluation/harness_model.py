@@ -29,7 +29,7 @@ from spell_jax.evaluation import loglikelihood
 from spell_jax.policy.chat import THOUGHT_BEGIN, THOUGHT_END
 from spell_jax.rollout.replies import Prompt
 from spell_jax.rollout.text_model import TextModel
-from spell_jax.runtime import distributed
+from spell_jax.runtime.hosts import distributed
 from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay.rules import visible_text

@@ -27,8 +27,10 @@ from spell_jax.evaluation import runner
 from spell_jax.evaluation.benchmarks import registry
 from spell_jax.rollout import flags as policy_flags
 from spell_jax.rollout.judge import Item, judge_of_flags
-from spell_jax.runtime import distributed, entry, paths
-from spell_jax.runtime.jsonl import read_json, require_records, write_json, write_records
+from spell_jax.runtime import entry
+from spell_jax.runtime.files import paths
+from spell_jax.runtime.files.jsonl import read_json, require_records, write_json, write_records
+from spell_jax.runtime.hosts import distributed
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import evidence
 from spell_jax.selfplay.prompts import Prompts

@@ -18,8 +18,9 @@ from spell_jax.policy import weights
 from spell_jax.policy.choices import THINKING
 from spell_jax.policy.model import find_folder
 from spell_jax.rollout import flags as policy_flags
-from spell_jax.runtime import distributed, entry
-from spell_jax.runtime.jsonl import write_json
+from spell_jax.runtime import entry
+from spell_jax.runtime.files.jsonl import write_json
+from spell_jax.runtime.hosts import distributed
 
 RESULT, PLOT = "lengths.json", "lengths.png"
 USEFUL_FLAGS = (

@@ -34,15 +34,17 @@ from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.rollout import flags as policy_flags
 from spell_jax.rollout.judge import Judge
 from spell_jax.rollout.text_model import SIZES, TextModel
-from spell_jax.runtime import dataclass_flags, distributed, fault_injection, paths, remote, setup
+from spell_jax.runtime import dataclass_flags, fault_injection, setup
 from spell_jax.runtime.config import check_choice
-from spell_jax.runtime.jsonl import (
+from spell_jax.runtime.files import paths, remote
+from spell_jax.runtime.files.jsonl import (
     append_records,
     read_json,
     write_json,
     write_lines,
     write_records,
 )
+from spell_jax.runtime.hosts import distributed
 from spell_jax.sampler.config import SamplerConfig
 
 log = logging.getLogger(__name__)

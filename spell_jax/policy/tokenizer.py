@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import sentencepiece
 
 from spell_jax.policy import chat as chats
-from spell_jax.policy import hf_tokenizer
+from spell_jax.policy.formats import hf_tokenizer
 from spell_jax.policy.tokenizer_base import Tokenizer, find_gaps
-from spell_jax.runtime import durable, remote
+from spell_jax.runtime.files import durable, remote
 
 MODEL_FILE = "tokenizer.model"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"

@@ -24,13 +24,13 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spell_jax.policy import safetensors as files
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.runtime import distributed
+from spell_jax.policy.formats import safetensors as files
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime.jsonl import write_json
+from spell_jax.runtime.files.jsonl import write_json
+from spell_jax.runtime.hosts import distributed
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

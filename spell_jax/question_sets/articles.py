@@ -42,7 +42,7 @@ from absl import flags
 from spell_jax.data.questions import Question, in_blocks, require_text, squad_questions
 from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.config import check_least
-from spell_jax.runtime.jsonl import parse_rows, read_json, write_records
+from spell_jax.runtime.files.jsonl import parse_rows, read_json, write_records
 from spell_jax.selfplay import rules
 from spell_jax.selfplay.given_questions import scores_itself
 

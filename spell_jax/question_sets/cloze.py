@@ -28,7 +28,7 @@ from spell_jax.data.config import DataConfig, origin
 from spell_jax.data.questions import Question
 from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.config import check_least
-from spell_jax.runtime.jsonl import write_records
+from spell_jax.runtime.files.jsonl import write_records
 from spell_jax.selfplay import cloze
 from spell_jax.selfplay.cloze import Cloze
 from spell_jax.selfplay.given_questions import scores_itself

@@ -27,7 +27,7 @@ from spell_jax.data import tiny_world as world
 from spell_jax.data.questions import Question
 from spell_jax.question_sets.rows import Row, seeded_rows
 from spell_jax.runtime import entry
-from spell_jax.runtime.jsonl import write_records
+from spell_jax.runtime.files.jsonl import write_records
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.evidence import HIGHEST, LOWEST, StructuredAnswer, write_answer
 from spell_jax.selfplay.prompts import Prompts

@@ -36,8 +36,8 @@ from spell_jax.question_sets.rows import Row, RowConfig, make_item, make_rows
 from spell_jax.question_sets.tiny_world_rows import SYMBOLS
 from spell_jax.question_sets.values import NUMBER, means_the_same, other_forms, read_number
 from spell_jax.runtime import dataclass_flags, entry
-from spell_jax.runtime.jsonl import write_records
-from spell_jax.runtime.progress import Ticker
+from spell_jax.runtime.files.jsonl import write_records
+from spell_jax.runtime.log.progress import Ticker
 from spell_jax.selfplay import prompts as prompt_sets
 
 ROWS_FILE, QUESTIONS_FILE = "rows.jsonl", "questions.jsonl"

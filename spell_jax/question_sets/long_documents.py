@@ -38,7 +38,7 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import find_folder
 from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.config import check_choice, check_least
-from spell_jax.runtime.jsonl import read_records, write_json, write_records
+from spell_jax.runtime.files.jsonl import read_records, write_json, write_records
 
 log = logging.getLogger("spell_jax.question_sets.long_documents")  # __name__ may be "__main__"
 

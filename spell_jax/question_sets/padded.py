@@ -40,7 +40,7 @@ from spell_jax.policy.model import find_folder
 from spell_jax.question_sets.published import LAYOUTS, giveaways, read_row
 from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.config import check_least
-from spell_jax.runtime.jsonl import read_records, write_json, write_records
+from spell_jax.runtime.files.jsonl import read_records, write_json, write_records
 from spell_jax.selfplay.rules import normalize_answer
 
 

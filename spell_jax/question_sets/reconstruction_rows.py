@@ -23,7 +23,7 @@ from spell_jax.data.config import DataConfig, open_clusters
 from spell_jax.question_sets.rows import Row
 from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.config import check_least
-from spell_jax.runtime.jsonl import write_records
+from spell_jax.runtime.files.jsonl import write_records
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay import puzzles
 from spell_jax.selfplay.prompts import Prompts

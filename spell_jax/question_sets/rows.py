@@ -39,7 +39,7 @@ from spell_jax.data.stream import batch_counts
 from spell_jax.question_sets.values import NUMBER, means_the_same, other_forms
 from spell_jax.runtime import dataclass_flags, entry
 from spell_jax.runtime.config import check_least
-from spell_jax.runtime.jsonl import write_records
+from spell_jax.runtime.files.jsonl import write_records
 from spell_jax.selfplay import cloze, evidence
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.given_questions import read_scorable, scores_itself

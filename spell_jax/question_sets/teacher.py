@@ -55,10 +55,12 @@ from spell_jax.rollout import judge as judging
 from spell_jax.rollout.flags import check_model
 from spell_jax.rollout.judge import Judge
 from spell_jax.rollout.repliers import Replier, make_replier
-from spell_jax.runtime import dataclass_flags, distributed, durable, entry, fault_injection, paths
+from spell_jax.runtime import dataclass_flags, entry, fault_injection
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.config import check_choice, check_least
-from spell_jax.runtime.jsonl import append_records, read_records, write_json
+from spell_jax.runtime.files import durable, paths
+from spell_jax.runtime.files.jsonl import append_records, read_records, write_json
+from spell_jax.runtime.hosts import distributed
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import parsing, rules

@@ -16,8 +16,9 @@ from spell_jax.policy.chat import THOUGHT_BEGIN, THOUGHT_END
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.question_sets import tiny_world_rows
 from spell_jax.question_sets.rows import Row
-from spell_jax.runtime import hooks, remote
-from spell_jax.runtime.jsonl import require_records
+from spell_jax.runtime import hooks
+from spell_jax.runtime.files import remote
+from spell_jax.runtime.files.jsonl import require_records
 from spell_jax.selfplay import prompts
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,8 @@ from typing import Any
 from etils import epath
 
 from spell_jax.data.clusters import PAPER_TASKS, TASKS
-from spell_jax.runtime.episodes import EPISODES_FOLDER, episode_files, read_episodes
-from spell_jax.runtime.finite import LARGEST_FLOAT32, is_finite
-from spell_jax.runtime.metrics import finite_or_none
+from spell_jax.runtime.files.episodes import EPISODES_FOLDER, episode_files, read_episodes
+from spell_jax.runtime.finite import LARGEST_FLOAT32, finite_or_none, is_finite
 from spell_jax.selfplay.prompts import ROLES
 
 log = logging.getLogger(__name__)

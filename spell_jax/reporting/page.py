@@ -29,9 +29,9 @@ from spell_jax.reporting.episodes import Episodes, choose_episodes, shares_of, s
 from spell_jax.reporting.panels import choose_panels, other_panels
 from spell_jax.reporting.tables import Table, compare_tables, six_digits
 from spell_jax.runtime.config import flat
+from spell_jax.runtime.files.jsonl import read_json, write_lines
+from spell_jax.runtime.files.paths import CONFIG_FILE
 from spell_jax.runtime.finite import LARGEST_FLOAT32, is_finite
-from spell_jax.runtime.jsonl import read_json, write_lines
-from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.selfplay import rewards
 from spell_jax.selfplay.prompts import ROLES
 

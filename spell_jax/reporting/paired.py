@@ -15,8 +15,8 @@ from etils import epath
 
 from spell_jax.reporting.tables import align
 from spell_jax.runtime import bootstrap
+from spell_jax.runtime.files.jsonl import read_records, write_records
 from spell_jax.runtime.finite import LARGEST_FLOAT32, is_finite
-from spell_jax.runtime.jsonl import read_records, write_records
 
 FOLDER = "held_out"
 

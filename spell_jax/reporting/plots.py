@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from spell_jax.reporting.panels import panels_by_prefix
-from spell_jax.runtime import durable
+from spell_jax.runtime.files import durable
 from spell_jax.runtime.terminal import printable
 
 MANY = 60  # steps, from which on curves and areas are smoothed; as in report.html

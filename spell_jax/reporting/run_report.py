@@ -18,8 +18,9 @@ from spell_jax.reporting.page import (
 )
 from spell_jax.reporting.plots import draw_page, draw_run
 from spell_jax.reporting.tables import before_after_table, read_evaluation
-from spell_jax.runtime import entry, paths
-from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
+from spell_jax.runtime import entry
+from spell_jax.runtime.files import paths
+from spell_jax.runtime.log.metrics import METRICS_FILE, read_metrics
 
 PLOTS_FOLDER = "plots"
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from etils import epath
 
+from spell_jax.runtime.files.jsonl import read_json
 from spell_jax.runtime.finite import LARGEST_FLOAT32, is_finite
-from spell_jax.runtime.jsonl import read_json
 
 EVALUATION_FILE = "evaluation.json"
 

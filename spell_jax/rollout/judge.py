@@ -24,7 +24,7 @@ import jax
 from spell_jax.rollout.flags import SIZES, check_model
 from spell_jax.rollout.repliers import make_replier
 from spell_jax.runtime import fault_injection
-from spell_jax.runtime.jsonl import append_records, read_records
+from spell_jax.runtime.files.jsonl import append_records, read_records
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.prompts import Prompts

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from spell_jax.rollout.text_model import SIZES, TextModel
-from spell_jax.runtime import distributed
 from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
+from spell_jax.runtime.hosts import distributed
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import Options

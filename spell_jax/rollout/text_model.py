@@ -23,8 +23,9 @@ from spell_jax.policy.model import find_folder
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.rollout import flags
 from spell_jax.rollout.replies import Prompt, Reply, make_reply
-from spell_jax.runtime import distributed, hashes
 from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.files import hashes
+from spell_jax.runtime.hosts import distributed
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.requests import Options, SampleRequest

@@ -24,7 +24,7 @@ from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.policy.transformer import Params
 from spell_jax.rollout.replies import Ask, Item, Prompt, Replies, Result, make_reply
 from spell_jax.rollout.text_model import TextSampler, encode
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import SampleRequest
 from spell_jax.sampler.session import Session

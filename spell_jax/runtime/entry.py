@@ -4,7 +4,7 @@ A mistake of the user ends with `error: MESSAGE` on stderr and exit status 2 (of
 mistake with such a line); every other exception is a crash, with its traceback and exit status 1.
 Mistakes are the errors of type USER_ERRORS before a command calls `setup_done`, after its last
 check, unless the message has no place (JSON and Unicode errors, empty ones). Ctrl-C ends with one
-line too, and so do SIGTERM, with exit status 75 (runtime/sigterm.py), a disk that stays full
+line too, and so do SIGTERM, with exit status 75 (runtime/hosts/sigterm.py), a disk that stays full
 (status 1) and a workdir that was removed (status EXIT_CODE). With --debug, which every command
 takes, the traceback of a mistake is printed before its line.
 """
@@ -25,9 +25,11 @@ from typing import Any, NoReturn
 from absl import app, flags
 from ml_collections import config_flags
 
-from spell_jax.runtime import durable, paths, sigterm, terminal, urls
+from spell_jax.runtime import terminal, urls
 from spell_jax.runtime.config import ConfigError, check_width, flat
-from spell_jax.runtime.remote import FetchError
+from spell_jax.runtime.files import durable, paths
+from spell_jax.runtime.files.remote import FetchError
+from spell_jax.runtime.hosts import sigterm
 
 EXIT_CODE = 2
 INTERRUPTED = 130  # of Ctrl-C, as shells have it
@@ -171,7 +173,7 @@ def _announce(line: str, code: int, error: BaseException) -> None:
         _signal_status = code
     print(line, file=sys.stderr, flush=True)
     if "jax" in sys.modules:  # not imported for its sake: the data pipeline runs without it
-        from spell_jax.runtime import distributed
+        from spell_jax.runtime.hosts import distributed
 
         distributed.leave(code, error)
 

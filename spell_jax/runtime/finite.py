@@ -1,8 +1,11 @@
-"""Checks that numbers from files and from rules of the user are finite numbers."""
+"""Finite numbers: checks of what files and rules of the user give, and JSON without NaN."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,3 +35,26 @@ def check_finite(values: ArrayLike, name: str) -> None:
     for index, value in enumerate(np.asarray(values, object).ravel().tolist()):
         if not is_finite(value):
             raise ValueError(f"{name}[{index}] = {value!r}: must be a finite number")
+
+
+def finite_or_none(value: Any) -> tuple[Any, int]:
+    """Return `value` as plain JSON, and the number of its non-finite numbers, which become None.
+
+    Accepts dataclasses, mappings, sequences, numpy or jax numbers and arrays; else TypeError.
+    """
+    # JSON has no NaN and no infinity: a strict reader of another language would refuse the line.
+    if value is None or isinstance(value, str | bool | int):
+        return value, 0
+    if isinstance(value, float):
+        return (value, 0) if math.isfinite(value) else (None, 1)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return finite_or_none({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    if isinstance(value, Mapping):
+        items, count = finite_or_none(list(value.values()))
+        return dict(zip(map(str, value), items, strict=True)), count
+    if isinstance(value, list | tuple):
+        pairs = [finite_or_none(item) for item in value]
+        return [item for item, _ in pairs], sum(count for _, count in pairs)
+    if (to_python := getattr(value, "tolist", None)) is not None:
+        return finite_or_none(to_python())
+    raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")

@@ -17,9 +17,10 @@ import jax
 from absl import logging as absl_logging
 from etils import epath
 
-from spell_jax.runtime import distributed, paths
-from spell_jax.runtime.jsonl import read_json, write_json, write_lines
-from spell_jax.runtime.paths import CONFIG_FILE
+from spell_jax.runtime.files import paths
+from spell_jax.runtime.files.jsonl import read_json, write_json, write_lines
+from spell_jax.runtime.files.paths import CONFIG_FILE
+from spell_jax.runtime.hosts import distributed
 
 
 def setup() -> None:
@@ -35,8 +36,8 @@ def setup() -> None:
     for name in ("jax", "orbax"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("spell_jax").setLevel(logging.INFO)
-    # Nothing of Orbax and asyncio: runtime/checkpoint.py gets the errors of their threads, too. A
-    # full disk would show 136 tracebacks around the line that says where the step is saved.
+    # Nothing of Orbax and asyncio: runtime/files/checkpoint.py gets the errors of their threads.
+    # A full disk would show 136 tracebacks around the line that says where the step is saved.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     absl_logging.get_absl_logger().addFilter(_is_not_of_orbax)
     sys.unraisablehook = functools.partial(_report_lost, sys.unraisablehook)

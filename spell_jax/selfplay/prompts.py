@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spell_jax.data.clusters import LETTERS, TASKS
-from spell_jax.runtime import remote
+from spell_jax.runtime.files import remote
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.rules import check_task
 

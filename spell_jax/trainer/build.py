@@ -28,7 +28,7 @@ from spell_jax.rollout.text_model import TextSampler
 from spell_jax.rollout.worker import RolloutWorker
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
-from spell_jax.runtime.run_logger import PhaseTimer
+from spell_jax.runtime.log.run_logger import PhaseTimer
 from spell_jax.sampler.engine import Sampler, SamplerConfig
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.given_questions import read_scorable

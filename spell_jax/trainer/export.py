@@ -13,11 +13,12 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model
 from spell_jax.policy.products import resolve_dtype
 from spell_jax.policy.tokenizer_base import Tokenizer
-from spell_jax.runtime import entry, paths
+from spell_jax.runtime import entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, ConfigError
-from spell_jax.runtime.jsonl import read_json
-from spell_jax.runtime.paths import CONFIG_FILE
+from spell_jax.runtime.files import paths
+from spell_jax.runtime.files.jsonl import read_json
+from spell_jax.runtime.files.paths import CONFIG_FILE
 from spell_jax.trainer import supervised
 from spell_jax.trainer.state import read_weights
 

@@ -10,8 +10,8 @@ from etils import epath
 
 from spell_jax.algorithms.held_out import share
 from spell_jax.reporting import paired, run_report, tables
-from spell_jax.runtime.jsonl import read_json, write_json
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.files.jsonl import read_json, write_json
+from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.trainer.build import Run
 from spell_jax.trainer.state import RolloutParams, States, save_model
 

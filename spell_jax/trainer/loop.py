@@ -18,8 +18,9 @@ import functools
 from etils import epath
 
 from spell_jax.config import RunConfig, read, settle_dtypes, to_dict
-from spell_jax.runtime import paths, setup, workdir_lock
+from spell_jax.runtime import setup
 from spell_jax.runtime.config import Config
+from spell_jax.runtime.files import paths, workdir_lock
 from spell_jax.trainer import held_out, state, step_update
 from spell_jax.trainer.build import Run, make_run
 from spell_jax.trainer.rollouts import Rollout, Rollouts

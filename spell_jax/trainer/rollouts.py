@@ -12,7 +12,7 @@ from spell_jax.algorithms.base import Annotation, records
 from spell_jax.learner import packing
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.finite import check_finite, is_finite
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.trainer.build import Run
 from spell_jax.trainer.state import RolloutParams, States
 

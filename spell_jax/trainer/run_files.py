@@ -12,13 +12,14 @@ import jax
 from etils import epath
 
 from spell_jax.config import RunConfig, SupervisedConfig
-from spell_jax.runtime import distributed, entry, setup
-from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.runtime.durable import DiskError
-from spell_jax.runtime.metrics import Metrics
-from spell_jax.runtime.peers import announced
-from spell_jax.runtime.preemption import Preemption
-from spell_jax.runtime.run_logger import RunLogger
+from spell_jax.runtime import entry, setup
+from spell_jax.runtime.files.checkpoint import Checkpoints
+from spell_jax.runtime.files.durable import DiskError
+from spell_jax.runtime.hosts import distributed
+from spell_jax.runtime.hosts.peers import announced
+from spell_jax.runtime.hosts.preemption import Preemption
+from spell_jax.runtime.log.metrics import Metrics
+from spell_jax.runtime.log.run_logger import RunLogger
 from spell_jax.trainer.state import HostState, States
 
 log = logging.getLogger(__name__)

@@ -19,12 +19,13 @@ from etils import epath
 from spell_jax.config import RunConfig, find_checkpoint, to_dict
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
-from spell_jax.policy import lora, safetensors, transformer, weights
+from spell_jax.policy import lora, transformer, weights
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.formats import safetensors
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import changes
-from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
+from spell_jax.runtime.files.checkpoint import Checkpoints
+from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER
 from spell_jax.trainer.build import Model, Run
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from etils import epath
 from spell_jax.learner import non_finite, packing, statistics
 from spell_jax.learner.update import TrainState
 from spell_jax.runtime import fault_injection
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.trainer.build import Run
 from spell_jax.trainer.rollouts import Rollout
 from spell_jax.trainer.state import States

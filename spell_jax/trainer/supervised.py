@@ -28,10 +28,10 @@ from spell_jax.policy.model import find_folder, read_model, shape_policy
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.question_sets import tiny_world_rows, tuning_rows
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime import paths, workdir_lock
-from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import Config, plain, section
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.files import paths, workdir_lock
+from spell_jax.runtime.files.checkpoint import Checkpoints
+from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.selfplay.prompts import ROLES
 from spell_jax.trainer.run_files import RunFiles
 from spell_jax.trainer.state import HostState, States, freeze_base, load_weights

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.accelerator import bits, train
 from benchmarks.accelerator.section import FAULT, Setting
-from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.files.checkpoint import Checkpoints
 
 # --------------------------------------------------------------------------------------------- Bits
 

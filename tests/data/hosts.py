@@ -13,7 +13,7 @@ from typing import Any
 from spell_jax.data.built import open_source, share_reading
 from spell_jax.data.clusters import TASKS, Cluster, ClusterSource, count_words
 from spell_jax.data.stream import TaskStream
-from tests.runtime.test_distributed import connect
+from tests.runtime.hosts.test_distributed import connect
 
 OPEN = {
     "count_tokens": count_words,

@@ -24,7 +24,7 @@ from spell_jax.data.config import DataConfig, open_clusters, origin
 from spell_jax.data.stream import TaskStream
 from spell_jax.runtime.config import build
 from tests.data.hosts import OPEN, make_batches
-from tests.runtime.test_distributed import run_two
+from tests.runtime.hosts.test_distributed import run_two
 
 CLUSTERS = {
     f"id{number:02d}": Cluster(

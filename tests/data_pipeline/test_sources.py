@@ -32,7 +32,7 @@ from spell_jax.data.clusters import read_clusters
 from spell_jax.data.row_files import KINDS
 from spell_jax.data.text_files import Unusable
 from spell_jax.runtime import config as settings
-from spell_jax.runtime.jsonl import uncompressed
+from spell_jax.runtime.files.jsonl import uncompressed
 from tests import bombs
 
 ANY = FilterConfig(min_quality=0.5, min_characters=1, languages=())

@@ -12,7 +12,7 @@ from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
 from data_pipeline import stages as stages_module
 from data_pipeline.records import make_document
 from data_pipeline.stages import DONE, Stages
-from tests.runtime.test_durable import Calls
+from tests.runtime.files.test_durable import Calls
 
 
 def write(pipeline, texts):

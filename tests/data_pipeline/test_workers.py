@@ -18,7 +18,7 @@ import pytest
 
 from data_pipeline import workers
 from data_pipeline.stages import DONE, Stages
-from spell_jax.runtime import sigterm
+from spell_jax.runtime.hosts import sigterm
 
 OPTIONS = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
 

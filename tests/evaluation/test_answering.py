@@ -20,7 +20,7 @@ from spell_jax.policy.model import TINY_POLICY
 from spell_jax.rollout.judge import Judge
 from spell_jax.rollout.replies import Prompt
 from spell_jax.rollout.text_model import TextModel
-from spell_jax.runtime.jsonl import write_records
+from spell_jax.runtime.files.jsonl import write_records
 from spell_jax.selfplay.verdicts import parse_grade
 from tests import evaluating
 

@@ -22,7 +22,7 @@ from spell_jax.evaluation import harness, loglikelihood
 from spell_jax.evaluation.harness import HarnessConfig
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.rollout.text_model import TextModel
-from spell_jax.runtime.paths import CONFIG_FILE
+from spell_jax.runtime.files.paths import CONFIG_FILE
 from spell_jax.sampler.config import SamplerConfig
 from tests import noise
 from tests.policy import families, hf_folders

@@ -15,7 +15,7 @@ from spell_jax.evaluation import judgments, runner
 from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.rollout import flags as policy_flags
 from spell_jax.rollout import judge as judging
-from spell_jax.runtime.jsonl import write_records
+from spell_jax.runtime.files.jsonl import write_records
 from tests import evaluating
 from tests.rollout.test_judge import Server, completion, server
 

@@ -25,7 +25,7 @@ from spell_jax.configs import paper
 from spell_jax.policy import lora
 from spell_jax.policy.config import LoraConfig
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime import paths
+from spell_jax.runtime.files import paths
 from tests import tiny
 from tests.paths import ROOT
 

@@ -30,8 +30,8 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import TINY_POLICY, known_shape
 from spell_jax.runtime import setup as start
-from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import plain
+from spell_jax.runtime.files.checkpoint import Checkpoints
 from spell_jax.sampler.config import SamplerConfig
 from tests import noise, tiny
 from tests.configs.test_configs import NAMES, has_algorithm, load

@@ -23,7 +23,7 @@ from absl import flags
 
 from launch import xmanager
 from launch.xmanager import WorkUnit
-from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.log.metrics import read_metrics
 
 TINY = "configs/tiny.py"
 

@@ -22,7 +22,7 @@ from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig
 from spell_jax.learner.update import TrainState
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.files.checkpoint import Checkpoints
 from tests import tiny
 
 NAN, INF = float("nan"), float("inf")

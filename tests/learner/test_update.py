@@ -23,7 +23,7 @@ from spell_jax.learner.shapes import AUTO, row_count
 from spell_jax.learner.update import TrainState
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.files.checkpoint import Checkpoints
 from tests import tiny
 
 BUCKETS = (Bucket(32, 24), Bucket(48, 32))

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spell_jax.data.clusters import TASKS
-from spell_jax.policy.hf_tokenizer import HfTokenizer
+from spell_jax.policy.formats.hf_tokenizer import HfTokenizer
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.policy.tokenizer import ASSISTANT, USER, SentencePieceTokenizer
 from spell_jax.policy.tokenizer_base import Tokenizer

@@ -17,10 +17,10 @@ import safetensors
 import safetensors.numpy
 from flax.traverse_util import flatten_dict
 
-from spell_jax.policy import safetensors as files
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.formats import safetensors as files
 from tests import tiny
 
 QWEN3 = dataclasses.replace(tiny.POLICY, qkv_bias=False, qk_norm=True, head_size=16)

@@ -18,9 +18,9 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spell_jax.policy import safetensors as files
 from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.formats import safetensors as files
 from tests import tiny
 from tests.policy.test_weights import assert_same_bits, read_tensors
 

@@ -15,7 +15,7 @@ import pytest
 
 from spell_jax.policy import lora, transformer, weights
 from spell_jax.policy.config import LoraConfig
-from tests.runtime.test_distributed import connect, run_two
+from tests.runtime.hosts.test_distributed import connect, run_two
 
 pytestmark = pytest.mark.slow
 
@@ -92,8 +92,8 @@ def main() -> None:
     me, folder = connect(port, process), pathlib.Path(path)
     import jax
 
-    from spell_jax.runtime import distributed
     from spell_jax.runtime import mesh as meshes
+    from spell_jax.runtime.hosts import distributed
 
     adapters = experts == "adapters"
     policy, params = make_adapters() if adapters else make_policy(int(experts))

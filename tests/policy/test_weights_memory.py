@@ -17,11 +17,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from spell_jax.policy import safetensors as files
 from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.formats import safetensors as files
 from spell_jax.policy.rope import RopeConfig
-from spell_jax.runtime.jsonl import write_json
+from spell_jax.runtime.files.jsonl import write_json
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.slow

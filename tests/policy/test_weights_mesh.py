@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-from spell_jax.policy import safetensors as files
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.formats import safetensors as files
 from spell_jax.runtime import mesh as meshes
 from tests import tiny
 from tests.policy.test_weights import POLICIES, SHARD, assert_same_bits, contents, every_policy

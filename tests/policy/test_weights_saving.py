@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import safetensors.numpy
 
-from spell_jax.policy import safetensors as files
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
+from spell_jax.policy.formats import safetensors as files
 from tests import tiny
 from tests.paths import ROOT
 from tests.policy.test_weights import POLICIES, SHARD, assert_same_bits

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from spell_jax.policy import safetensors as files
 from spell_jax.policy import weights
+from spell_jax.policy.formats import safetensors as files
 from tests.policy import families
 from tests.policy.test_weights import assert_same_bits, read_tensors
 

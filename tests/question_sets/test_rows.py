@@ -15,7 +15,7 @@ from spell_jax.data.clusters import LETTERS, PAPER_TASKS, count_words
 from spell_jax.data.questions import Question
 from spell_jax.question_sets import rows as rows_module
 from spell_jax.question_sets.rows import Row, RowConfig, make_item, make_rows
-from spell_jax.runtime.jsonl import write_records
+from spell_jax.runtime.files.jsonl import write_records
 from spell_jax.selfplay import prompts
 from spell_jax.selfplay.evidence import named_document
 from spell_jax.selfplay.parsing import parse_question, parse_verdict

@@ -12,10 +12,10 @@ from etils import epath
 
 from spell_jax.reporting.page import RunData
 from spell_jax.reporting.tables import EVALUATION_FILE, read_evaluation
-from spell_jax.runtime.episodes import EpisodeWriter
-from spell_jax.runtime.jsonl import write_json, write_records
-from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
-from spell_jax.runtime.paths import CONFIG_FILE
+from spell_jax.runtime.files.episodes import EpisodeWriter
+from spell_jax.runtime.files.jsonl import write_json, write_records
+from spell_jax.runtime.files.paths import CONFIG_FILE
+from spell_jax.runtime.log.metrics import METRICS_FILE, read_metrics
 from spell_jax.selfplay import rewards
 
 TASKS = ("general_qa", "financial_math", "multiple_choice")

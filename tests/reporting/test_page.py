@@ -19,8 +19,8 @@ from spell_jax.reporting import page as report_page
 from spell_jax.reporting.episodes import Episodes, choose_episodes, choose_indices, outcome
 from spell_jax.reporting.page import RunData, group_by_seed, write_page
 from spell_jax.reporting.panels import choose_panels
-from spell_jax.runtime.episodes import read_episodes
-from spell_jax.runtime.jsonl import write_records
+from spell_jax.runtime.files.episodes import read_episodes
+from spell_jax.runtime.files.jsonl import write_records
 from tests.reporting import browser
 from tests.reporting.synthetic_runs import CONFIG, TASKS, RunSizes, RunWriter, measured, write_run
 

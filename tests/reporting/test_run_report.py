@@ -12,8 +12,8 @@ from spell_jax.reporting.page import make_overview, write_page
 from spell_jax.reporting.panels import panels_by_prefix
 from spell_jax.reporting.run_report import plot_run, read_run, report_runs
 from spell_jax.reporting.tables import before_after_table, read_evaluation
-from spell_jax.runtime import paths
-from spell_jax.runtime.metrics import MetricsWriter
+from spell_jax.runtime.files import paths
+from spell_jax.runtime.log.metrics import MetricsWriter
 
 BEFORE = {
     "responder": {"general_qa": {"3 docs": [0.875, 0.04], "12 docs": [0.11, 0.04]}},

@@ -18,10 +18,12 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from docs.tools import commands
-from spell_jax.runtime import distributed, durable, entry, paths, setup
-from spell_jax.runtime.checkpoint import DamagedError
+from spell_jax.runtime import entry, setup
 from spell_jax.runtime.config import ConfigError
-from spell_jax.runtime.preemption import EXIT_CODE, Preempted
+from spell_jax.runtime.files import durable, paths
+from spell_jax.runtime.files.checkpoint import DamagedError
+from spell_jax.runtime.hosts import distributed
+from spell_jax.runtime.hosts.preemption import EXIT_CODE, Preempted
 
 CONFIG = """
 from ml_collections import ConfigDict

@@ -11,8 +11,8 @@ import resource, sys
 import jax.numpy as jnp
 from absl import app
 from spell_jax.runtime import setup
-from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.runtime.durable import SaveError
+from spell_jax.runtime.files.checkpoint import Checkpoints
+from spell_jax.runtime.files.durable import SaveError
 
 def main(_):
     setup.setup()

@@ -9,7 +9,7 @@ import unicodedata
 import pytest
 
 from spell_jax.runtime import entry, terminal
-from spell_jax.runtime.progress import Progress
+from spell_jax.runtime.log.progress import Progress
 
 HOSTILE = {
     "color": "\x1b[31mred",

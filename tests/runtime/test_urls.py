@@ -6,9 +6,10 @@ import pytest
 
 from spell_jax.algorithms import registry
 from spell_jax.config import default_config
-from spell_jax.runtime import config, entry, remote, urls
+from spell_jax.runtime import config, entry, urls
 from spell_jax.runtime.config import build, plain
 from spell_jax.runtime.endpoint import EndpointConfig
+from spell_jax.runtime.files import remote
 from tests.runtime.test_config import Example
 
 SECRET = "hunter2"

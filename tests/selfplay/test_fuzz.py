@@ -38,7 +38,7 @@ from spell_jax.question_sets import tuning_rows, values
 from spell_jax.rollout.judge import Judge
 from spell_jax.rollout.replies import Reply
 from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
-from spell_jax.runtime.jsonl import read_records, write_records
+from spell_jax.runtime.files.jsonl import read_records, write_records
 from spell_jax.selfplay import cloze, json_records, numbers, rules, statements
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.parsing import Parsed

@@ -19,8 +19,9 @@ import time
 import jax
 import pytest
 
-from spell_jax.runtime import fault_injection, peers
+from spell_jax.runtime import fault_injection
 from spell_jax.runtime import setup as start
+from spell_jax.runtime.hosts import peers
 from spell_jax.trainer import loop
 from tests import noise
 

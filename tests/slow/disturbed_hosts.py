@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from spell_jax.runtime import distributed
+from spell_jax.runtime.hosts import distributed
 from tests.slow import namespaces
 
 LIMIT = 12  # seconds without a sign of life

@@ -23,9 +23,9 @@ import pytest
 
 from spell_jax.runtime import entry
 from spell_jax.runtime import setup as start
-from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.runtime.metrics import read_metrics
-from spell_jax.runtime.preemption import Preemption
+from spell_jax.runtime.files.checkpoint import Checkpoints
+from spell_jax.runtime.hosts.preemption import Preemption
+from spell_jax.runtime.log.metrics import read_metrics
 from spell_jax.trainer import loop
 from spell_jax.trainer.build import Run, make_run
 from spell_jax.trainer.state import restore_or_init

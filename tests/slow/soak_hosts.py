@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from spell_jax.policy import weights
-from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.log.metrics import read_metrics
 from tests import noise
 from tests.slow import namespaces
 from tests.slow.disturbed_hosts import FAULTS, HARMLESS, Disturbance, Hosts, finish

@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 
 from launch import random_policy
 from spell_jax.policy.model import find_folder
-from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.log.metrics import read_metrics
 from tests.paths import ROOT
 
 NOTEBOOK = ROOT / "docs" / "colab.ipynb"

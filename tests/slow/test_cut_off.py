@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import pytest
 
-from spell_jax.runtime.metrics import read_metrics
-from spell_jax.runtime.peers import EXIT_CODE
+from spell_jax.runtime.hosts.peers import EXIT_CODE
+from spell_jax.runtime.log.metrics import read_metrics
 from tests import noise
 from tests.slow import namespaces
 from tests.slow.cut_off import STEPS

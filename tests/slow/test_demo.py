@@ -14,7 +14,7 @@ import pytest
 
 from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.reporting import tables as evaluation
-from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.log.metrics import read_metrics
 
 pytestmark = pytest.mark.long
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import pytest
 
-from spell_jax.runtime import sigterm
-from spell_jax.runtime.metrics import METRICS_FILE, MetricsWriter, read_metrics
+from spell_jax.runtime.hosts import sigterm
+from spell_jax.runtime.log.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from tests import noise
 from tests.question_sets.test_articles import CITIES, paragraph
 from tests.slow.ended_commands import OPERATIONS

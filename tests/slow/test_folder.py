@@ -8,9 +8,9 @@ import pathlib
 import pytest
 
 from spell_jax.configs import folder, folder_warm_start
-from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.runtime.episodes import read_episodes
-from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.files.checkpoint import Checkpoints
+from spell_jax.runtime.files.episodes import read_episodes
+from spell_jax.runtime.log.metrics import read_metrics
 from spell_jax.trainer import loop, supervised
 from tests import noise
 from tests.question_sets.test_facts import write_files

@@ -36,16 +36,16 @@ from spell_jax.data.config import DataConfig, open_clusters
 from spell_jax.evaluation import generation, runner
 from spell_jax.evaluation.benchmarks import own_questions, registry
 from spell_jax.learner import non_finite
-from spell_jax.policy import safetensors as files
+from spell_jax.policy.formats import safetensors as files
 from spell_jax.policy.model import find_folder
 from spell_jax.reporting import tables as evaluation
-from spell_jax.runtime import paths
-from spell_jax.runtime import remote as remote_files
 from spell_jax.runtime import setup as start
-from spell_jax.runtime.episodes import EpisodeWriter, read_episodes
-from spell_jax.runtime.jsonl import write_json, write_records
-from spell_jax.runtime.metrics import MetricsWriter, read_metrics
-from spell_jax.runtime.workdir_lock import FILE, STALE_S, Holder, WorkdirLock, locked
+from spell_jax.runtime.files import paths
+from spell_jax.runtime.files import remote as remote_files
+from spell_jax.runtime.files.episodes import EpisodeWriter, read_episodes
+from spell_jax.runtime.files.jsonl import write_json, write_records
+from spell_jax.runtime.files.workdir_lock import FILE, STALE_S, Holder, WorkdirLock, locked
+from spell_jax.runtime.log.metrics import MetricsWriter, read_metrics
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.trainer import export as trainer_export
 from spell_jax.trainer import loop

@@ -14,9 +14,10 @@ import sys
 
 import pytest
 
-from spell_jax.runtime import fault_injection, hashes
-from spell_jax.runtime.episodes import read_episodes
-from spell_jax.runtime.preemption import EXIT_CODE
+from spell_jax.runtime import fault_injection
+from spell_jax.runtime.files import hashes
+from spell_jax.runtime.files.episodes import read_episodes
+from spell_jax.runtime.hosts.preemption import EXIT_CODE
 from tests import noise
 from tests.slow import killed
 from tests.slow.killed import STEP

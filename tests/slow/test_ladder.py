@@ -13,8 +13,8 @@ from launch.experiments.ladder import config as ladder
 from launch.experiments.ladder import warm_start_config, world
 from spell_jax.data.questions import read_questions
 from spell_jax.policy.model import TINY_POLICY
-from spell_jax.runtime.episodes import read_episodes
-from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.files.episodes import read_episodes
+from spell_jax.runtime.log.metrics import read_metrics
 from spell_jax.trainer import loop, supervised
 from tests import noise
 

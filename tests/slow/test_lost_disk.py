@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from spell_jax.runtime import hashes
-from spell_jax.runtime.episodes import episode_files
-from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.files import hashes
+from spell_jax.runtime.files.episodes import episode_files
+from spell_jax.runtime.log.metrics import read_metrics
 from tests import noise, small_disk
 from tests.paths import ROOT
 from tests.slow import killed

@@ -28,11 +28,12 @@ import numpy as np
 import pytest
 from etils import epath
 
-from spell_jax.runtime import durable, jsonl, setup
-from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.runtime.episodes import episode_files, read_episodes
-from spell_jax.runtime.metrics import Metrics, read_metrics
-from spell_jax.runtime.run_logger import RunLogger
+from spell_jax.runtime import setup
+from spell_jax.runtime.files import durable, jsonl
+from spell_jax.runtime.files.checkpoint import Checkpoints
+from spell_jax.runtime.files.episodes import episode_files, read_episodes
+from spell_jax.runtime.log.metrics import Metrics, read_metrics
+from spell_jax.runtime.log.run_logger import RunLogger
 from tests import noise
 from tests.paths import ROOT
 from tests.slow import killed

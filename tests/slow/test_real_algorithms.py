@@ -36,9 +36,9 @@ from spell_jax.question_sets.published import LAYOUTS, read_row
 from spell_jax.rollout import worker as worker_module
 from spell_jax.rollout.replies import Prompt
 from spell_jax.rollout.worker import PendingCall, RolloutWorker
-from spell_jax.runtime.episodes import read_episodes
-from spell_jax.runtime.jsonl import write_records
-from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.files.episodes import read_episodes
+from spell_jax.runtime.files.jsonl import write_records
+from spell_jax.runtime.log.metrics import read_metrics
 from spell_jax.selfplay import prompts, rules
 from spell_jax.trainer import loop
 from tests import noise

@@ -21,7 +21,7 @@ from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.rope import RopeConfig
 from spell_jax.rollout.text_model import TextModel
-from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.log.metrics import read_metrics
 from spell_jax.trainer import loop
 from spell_jax.trainer.export import export
 from tests import noise

@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 
 from spell_jax.policy import weights
-from spell_jax.runtime import fault_injection, peers
-from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime import fault_injection
+from spell_jax.runtime.hosts import peers
+from spell_jax.runtime.log.metrics import read_metrics
 from tests import noise
 from tests.slow import several_hosts
 

@@ -16,11 +16,12 @@ import tokenizers as hf
 
 from spell_jax.evaluation import answering
 from spell_jax.evaluation.benchmarks import registry
-from spell_jax.policy import gguf_convert, tokenizer, transformer, weights
+from spell_jax.policy import tokenizer, transformer, weights
+from spell_jax.policy.formats import gguf_convert
 from spell_jax.policy.model import find_folder
 from spell_jax.rollout.text_model import TextModel
-from spell_jax.runtime import paths
-from spell_jax.runtime.jsonl import write_records
+from spell_jax.runtime.files import paths
+from spell_jax.runtime.files.jsonl import write_records
 from tests import noise
 from tests.policy import families
 

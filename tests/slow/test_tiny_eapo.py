@@ -18,8 +18,8 @@ from spell_jax.question_sets import evidence_rows
 from spell_jax.reporting.episodes import choose_episodes
 from spell_jax.reporting.page import RunData, write_page
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.runtime.jsonl import write_records
+from spell_jax.runtime.files.checkpoint import Checkpoints
+from spell_jax.runtime.files.jsonl import write_records
 from spell_jax.trainer import loop
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run

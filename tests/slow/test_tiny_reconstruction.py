@@ -18,8 +18,8 @@ from spell_jax.reporting.episodes import choose_episodes
 from spell_jax.reporting.page import PAGE, RunData, write_page
 from spell_jax.reporting.run_report import PLOTS_FOLDER
 from spell_jax.reporting.tables import EVALUATION_FILE, read_evaluation
-from spell_jax.runtime.episodes import read_episodes
-from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.files.episodes import read_episodes
+from spell_jax.runtime.log.metrics import read_metrics
 from spell_jax.selfplay import prompts, puzzles
 from spell_jax.trainer import loop
 from tests import noise

@@ -19,7 +19,7 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.rollout import repliers
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.files.checkpoint import Checkpoints
 from spell_jax.selfplay import prompts
 from spell_jax.trainer import build, loop
 from spell_jax.trainer import state as runs

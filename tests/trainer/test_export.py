@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from spell_jax.policy import weights
-from spell_jax.runtime.checkpoint import DamagedError
+from spell_jax.runtime.files.checkpoint import DamagedError
 from spell_jax.trainer import loop
 from spell_jax.trainer.export import export
 from tests import noise

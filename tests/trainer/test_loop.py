@@ -20,10 +20,10 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.rollout import repliers
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.runtime.episodes import read_episodes
-from spell_jax.runtime.metrics import read_metrics
-from spell_jax.runtime.workdir_lock import FILE, locked
+from spell_jax.runtime.files.checkpoint import Checkpoints
+from spell_jax.runtime.files.episodes import read_episodes
+from spell_jax.runtime.files.workdir_lock import FILE, locked
+from spell_jax.runtime.log.metrics import read_metrics
 from spell_jax.trainer import loop
 from tests import metric_names, noise
 

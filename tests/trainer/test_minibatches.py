@@ -18,7 +18,7 @@ from spell_jax.learner import packing, statistics
 from spell_jax.learner.learner import Update
 from spell_jax.learner.non_finite import NonFinite
 from spell_jax.learner.packing import TrainGroup
-from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.files.checkpoint import Checkpoints
 from spell_jax.trainer import loop
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run

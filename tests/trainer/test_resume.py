@@ -14,12 +14,13 @@ import pytest
 from absl import logging as absl_logging
 
 from spell_jax.policy import weights
-from spell_jax.runtime import fault_injection, jsonl
-from spell_jax.runtime import metrics as runtime_metrics
-from spell_jax.runtime.checkpoint import Checkpoints, SaveError
-from spell_jax.runtime.episodes import episode_files, read_episodes
-from spell_jax.runtime.metrics import MetricsWriter, read_metrics
-from spell_jax.runtime.preemption import Preempted
+from spell_jax.runtime import fault_injection
+from spell_jax.runtime.files import jsonl
+from spell_jax.runtime.files.checkpoint import Checkpoints, SaveError
+from spell_jax.runtime.files.episodes import episode_files, read_episodes
+from spell_jax.runtime.hosts.preemption import Preempted
+from spell_jax.runtime.log import metrics as runtime_metrics
+from spell_jax.runtime.log.metrics import MetricsWriter, read_metrics
 from spell_jax.trainer import loop, run_files
 from spell_jax.trainer.build import make_run
 from spell_jax.trainer.rollouts import Rollouts

@@ -29,10 +29,10 @@ from spell_jax.policy import transformer, weights
 from spell_jax.question_sets import tiny_world_rows, tuning_rows
 from spell_jax.question_sets.rows import Row
 from spell_jax.runtime import entry
-from spell_jax.runtime.durable import DiskError
-from spell_jax.runtime.metrics import MetricsWriter, read_metrics
-from spell_jax.runtime.preemption import EXIT_CODE, Preempted
-from spell_jax.runtime.workdir_lock import locked
+from spell_jax.runtime.files.durable import DiskError
+from spell_jax.runtime.files.workdir_lock import locked
+from spell_jax.runtime.hosts.preemption import EXIT_CODE, Preempted
+from spell_jax.runtime.log.metrics import MetricsWriter, read_metrics
 from spell_jax.trainer import supervised
 from spell_jax.trainer.export import export
 from tests import noise

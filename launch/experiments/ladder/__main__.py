@@ -29,8 +29,8 @@ from launch.experiments.ladder import config as ladder
 from launch.experiments.ladder import figure, world
 from launch.experiments.ladder.rows import TASK
 from spell_jax.runtime import entry
-from spell_jax.runtime.episodes import read_episodes
-from spell_jax.runtime.jsonl import write_json, write_records
+from spell_jax.runtime.files.episodes import read_episodes
+from spell_jax.runtime.files.jsonl import write_json, write_records
 
 RUNS = "runs/ladder"
 SEEDS = (0, 1, 2, 3, 4)
@@ -107,7 +107,7 @@ def run_questions(run: str) -> Iterator[dict[str, Any]]:
     """Yield the answered questions of a run's episodes, with their references, in order."""
     documents: dict[str, Sequence[str]] = {}
     for _, episode in read_episodes(run):
-        # Only the first record of a cluster has its documents (runtime/episodes.py).
+        # Only the first record of a cluster has its documents (runtime/files/episodes.py).
         if episode.get("documents"):
             documents[episode["cluster"]] = episode["documents"]
         if episode["answers"]:

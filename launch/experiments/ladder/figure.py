@@ -28,8 +28,8 @@ from matplotlib.figure import Figure
 from launch.experiments.ladder import world
 from spell_jax.evaluation import protocol
 from spell_jax.evaluation.runner import SUMMARY
-from spell_jax.runtime.episodes import read_episodes
-from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.files.episodes import read_episodes
+from spell_jax.runtime.log.metrics import read_metrics
 
 FULL, RIVALS = "full", ("frozen", "static")
 # Compared seed by seed besides the full arm with each other one: the rest of the 2 x 2 of training

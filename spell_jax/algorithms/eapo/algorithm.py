@@ -35,7 +35,7 @@ from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import as_clusters
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.rollout.replies import Ask, AskModels
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.selfplay import evidence
 from spell_jax.selfplay.rouge import rouge_l_recall
 

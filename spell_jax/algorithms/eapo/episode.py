@@ -15,7 +15,7 @@ from spell_jax.algorithms.episode import QuestionEpisode, count_fields, only_tex
 from spell_jax.data.samples import Sample
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.rollout.replies import Reply
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.selfplay.evidence import StructuredAnswer, best_chosen, pairs_in_order
 
 

@@ -35,9 +35,10 @@ from spell_jax.rollout.judge import AskJudge
 from spell_jax.rollout.repliers import PolicyReplier, make_replier
 from spell_jax.rollout.replies import Prompt
 from spell_jax.rollout.text_model import TextModel
-from spell_jax.runtime import distributed, entry
+from spell_jax.runtime import entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import check_choice, check_least
+from spell_jax.runtime.hosts import distributed
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import evidence, rules

@@ -9,7 +9,7 @@ from spell_jax.algorithms.episode import texts_of
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.data.samples import Sample
 from spell_jax.rollout.replies import Reply
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics
 
 
 @dataclasses.dataclass(frozen=True)

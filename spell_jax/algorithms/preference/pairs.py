@@ -18,7 +18,7 @@ from spell_jax.algorithms.spell.answering import Answering
 from spell_jax.algorithms.spell.metrics import count_questions
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.rollout.replies import Ask, AskModels, Reply
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics
 
 CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
 

@@ -35,7 +35,7 @@ from spell_jax.data.clusters import Cluster
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.rollout.replies import AskModels, Reply
 from spell_jax.runtime.config import check_choice, check_least
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.selfplay import puzzles
 from spell_jax.selfplay.puzzles import FEWEST_OPTIONS, MOST_OPTIONS, OVERLONG, Order, PromptedPuzzle
 

@@ -16,7 +16,7 @@ from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import Question, as_clusters, in_blocks, with_short_contexts
 from spell_jax.data.stream import TaskStream
 from spell_jax.rollout.replies import AskModels
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics
 
 _WRITTEN = 3  # separates the random stream of the written questions' order from others of the seed
 

@@ -37,7 +37,7 @@ from spell_jax.data.clusters import in_memory
 from spell_jax.data.questions import Question, as_clusters
 from spell_jax.data.stream import TaskStream
 from spell_jax.rollout.replies import AskModels
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from spell_jax.algorithms.base import Annotation, Key
 from spell_jax.algorithms.rlvr.question_sets import QuestionSet
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.rollout.replies import AskModels
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics
 
 Groups = tuple[list[TrainGroup], list[Annotation]]
 

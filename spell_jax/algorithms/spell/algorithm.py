@@ -36,7 +36,7 @@ from spell_jax.algorithms.spell.progress import ProbeProgress
 from spell_jax.algorithms.spell.questioner import Questioner
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.rollout.replies import Ask, AskModels
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics
 
 
 class Spell:

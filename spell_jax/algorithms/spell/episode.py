@@ -9,7 +9,7 @@ from dataclasses import field
 from spell_jax.algorithms.episode import QuestionEpisode, only_text, recorded
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.rollout.replies import Reply
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.selfplay import cloze, rewards, selection
 from spell_jax.selfplay.memory import Entry
 

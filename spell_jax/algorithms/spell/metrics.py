@@ -8,7 +8,7 @@ from spell_jax.algorithms.episode import count_fields, count_reasons
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import STATUSES, SpellEpisode
 from spell_jax.algorithms.spell.groups import verifier_rewards
-from spell_jax.runtime.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.selfplay import rewards
 
 # Fields of an episode, and the metrics that count them.

@@ -1,7 +1,7 @@
 """Questions that a training run of ours generated, to measure their difficulty for another policy.
 
-1. Accepted questions in a run's episodes (runtime/episodes.py) are asked if their documents are
-   stored. All other questions are counted and logged.
+1. Accepted questions in a run's episodes (runtime/files/episodes.py) are asked if their documents
+   are stored. All other questions are counted and logged.
 2. The answering policy is an external responder that reads all documents of the cluster, with the
    prompt of the run (algorithm.prompts in config.json; "full" if there is no config.json).
 3. The task's rule scores the answer, read leniently. A judge is asked except for letters.
@@ -24,9 +24,9 @@ from etils import epath
 from spell_jax.data.clusters import SURROGATE, TASKS
 from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.evaluation.benchmarks.published import HELP, Folder
-from spell_jax.runtime.episodes import episode_files, read_episodes
-from spell_jax.runtime.jsonl import read_json
-from spell_jax.runtime.paths import CONFIG_FILE
+from spell_jax.runtime.files.episodes import episode_files, read_episodes
+from spell_jax.runtime.files.jsonl import read_json
+from spell_jax.runtime.files.paths import CONFIG_FILE
 from spell_jax.selfplay import cloze, given_questions, prompts, rules
 
 T = TypeVar("T")

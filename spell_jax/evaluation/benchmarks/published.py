@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from spell_jax.data import row_files
 from spell_jax.data.clusters import SURROGATE
 from spell_jax.evaluation.benchmarks.base import Benchmark
-from spell_jax.runtime.jsonl import read_json
+from spell_jax.runtime.files.jsonl import read_json
 
 HELP = "docs/evaluation.md says where to get it and which files it has"
 Folder = str | Path

@@ -27,7 +27,7 @@ from spell_jax.evaluation.benchmarks.published import HELP, Folder, Loader
 from spell_jax.evaluation.generated import ruler, sources
 from spell_jax.evaluation.generated.haystack import HaystackSource
 from spell_jax.policy.tokenizer_base import Tokenizer
-from spell_jax.runtime import paths, remote
+from spell_jax.runtime.files import paths, remote
 
 log = logging.getLogger(__name__)
 

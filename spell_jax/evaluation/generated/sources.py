@@ -15,7 +15,7 @@ from typing import Any
 
 from spell_jax.data.clusters import is_text
 from spell_jax.data.questions import Question, hotpot_paragraphs, musique_documents, squad_questions
-from spell_jax.runtime.jsonl import parse_rows, read_json, read_records
+from spell_jax.runtime.files.jsonl import parse_rows, read_json, read_records
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from spell_jax.learner.advantages import group_advantages
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.reporting import episodes as report_episodes
 from spell_jax.rollout.replies import Reply
-from spell_jax.runtime.episodes import EpisodeWriter
+from spell_jax.runtime.files.episodes import EpisodeWriter
 from spell_jax.selfplay.evidence import StructuredAnswer, write_answer
 from tests.algorithms.scripted import (
     CUT,

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import pytest
 
-from spell_jax.runtime.episodes import read_episodes
-from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.files.episodes import read_episodes
+from spell_jax.runtime.log.metrics import read_metrics
 from spell_jax.trainer import loop
 from tests import noise
 from tests.slow import killed

@@ -22,8 +22,8 @@ from spell_jax.data.tiny_stories import make_stories
 from spell_jax.learner.advantages import group_advantages
 from spell_jax.reporting.episodes import choose_episodes
 from spell_jax.reporting.page import RunData, write_page
-from spell_jax.runtime.episodes import EpisodeWriter
-from spell_jax.runtime.metrics import MetricsWriter, read_metrics
+from spell_jax.runtime.files.episodes import EpisodeWriter
+from spell_jax.runtime.log.metrics import MetricsWriter, read_metrics
 from spell_jax.selfplay import puzzles
 from tests.algorithms.posing import (
     STORIES,

@@ -15,7 +15,7 @@ from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
 from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
-from spell_jax.runtime.jsonl import write_records
+from spell_jax.runtime.files.jsonl import write_records
 from tests import noise
 from tests.algorithms.preference import runs
 from tests.algorithms.scripted import (

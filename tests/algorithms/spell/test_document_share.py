@@ -12,7 +12,7 @@ from spell_jax.algorithms.rlvr.config import RlvrConfig
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.config import DataConfig
 from spell_jax.data.questions import Question
-from spell_jax.runtime.jsonl import write_records
+from spell_jax.runtime.files.jsonl import write_records
 from spell_jax.selfplay import evidence
 from tests.algorithms.scripted import (
     QA,

@@ -18,7 +18,7 @@ from spell_jax.config import read
 from spell_jax.data.questions import read_questions
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
-from spell_jax.runtime.jsonl import write_json, write_records
+from spell_jax.runtime.files.jsonl import write_json, write_records
 from spell_jax.selfplay import prompts
 from tests.paths import ROOT
 

@@ -1,0 +1,1 @@
+"""File formats of policies: safetensors, GGUF, and tokenizer.json."""

@@ -1,0 +1,1 @@
+"""Logs of a run: metrics, a progress line, TensorBoard and Weights & Biases."""
