@@ -18,6 +18,8 @@ from spell_jax.data.stream import TaskStream
 from spell_jax.rollout.replies import AskModels
 from spell_jax.runtime.log.metrics import Metrics
 
+# Fields of an episode that a written question keeps, beside its cluster and shown documents.
+_KEPT = ("task", "question", "reference", "own_reference", "leaked", "hidden")
 _WRITTEN = 3  # separates the random stream of the written questions' order from others of the seed
 
 
@@ -59,19 +61,23 @@ class GivenQuestions(QuestionSet):
         context: AlgorithmContext,
         episode: type[SpellEpisode],
     ):
-        source, self._by_cluster = as_clusters(questions)
+        source, by_cluster = as_clusters(questions)
         self._stream = context.deal(source)
-        self._batch, self._episode = config.generation_batch, episode
+        self._batch = config.generation_batch
+        self._episodes = {
+            c.id: _accepted(episode, by_cluster[c.id], c) for c in source.read([*by_cluster])
+        }
 
     def __len__(self) -> int:
         return len(self._stream)
 
-    def questions(self) -> tuple[Question, ...]:
-        return tuple(self._by_cluster.values())
+    def episodes(self) -> list[SpellEpisode]:
+        """Return the accepted episodes of the whole set."""
+        return list(self._episodes.values())
 
     def batches(self, key: Key, step: int) -> Iterator[list[SpellEpisode]]:
         for clusters in deal_once(self._stream, self._batch):
-            yield [accepted(self._episode, self._by_cluster[c.id], c) for c in clusters]
+            yield [self._episodes[c.id] for c in clusters]
 
     def count(self, metrics: Metrics, episodes: Sequence[SpellEpisode]) -> None:
         metrics.add("stream_repeats", self._stream.repeats)
@@ -109,20 +115,15 @@ class WrittenQuestions(QuestionSet):
         batches = math.ceil(self._config.static_questions / self._config.generation_batch)
         started = [e for _ in range(batches) for e in self._questioner.start_episodes(rng)]
         self._written = [
-            {
-                "task": e.task,
-                "cluster": e.cluster.id,
-                "shown": list(e.shown),
-                "question": e.question,
-                "reference": e.reference,
-                "hidden": e.hidden,
-            }
+            {"cluster": e.cluster.id, "shown": list(e.shown)}
+            | {name: getattr(e, name) for name in _KEPT}
             for e in self._questioner.write_all(ask, started)
             if e.status == "accepted"
         ]
 
-    def questions(self) -> tuple[Question, ...]:
-        return tuple(question for question, _, _ in self._read(range(len(self))))
+    def episodes(self) -> list[SpellEpisode]:
+        """Return the accepted episodes of the whole set."""
+        return self._read(range(len(self)))
 
     def batches(self, key: Key, step: int) -> Iterator[list[SpellEpisode]]:
         dealt_indices: set[int] = set()
@@ -130,18 +131,22 @@ class WrittenQuestions(QuestionSet):
         while len(dealt_indices) < len(self._written):
             new = [index for index in self._deal() if index not in dealt_indices]
             dealt_indices.update(new)
-            yield [accepted(self._episode, *written) for written in self._read(new)]
+            yield self._read(new)
 
-    def _read(self, indices: Sequence[int]) -> list[tuple[Question, Cluster, str]]:
-        """Return (question, cluster, hidden sentence) of each index."""
+    def _read(self, indices: Sequence[int]) -> list[SpellEpisode]:
+        """Return the accepted episode of each index."""
         lines = [self._written[index] for index in indices]
         clusters = self._questioner.stream.read([line["cluster"] for line in lines])
-        questions = []
-        for line, c in zip(lines, clusters, strict=True):
-            texts = line["question"], line["reference"]
-            question = Question(line["task"], c.documents, *texts, shown=tuple(line["shown"]))
-            questions.append((question, c, line.get("hidden", "")))
-        return questions
+        return [
+            self._episode(
+                cluster=cluster,
+                shown=tuple(line["shown"]),
+                history=(),
+                status="accepted",
+                **{name: line[name] for name in _KEPT},
+            )
+            for line, cluster in zip(lines, clusters, strict=True)
+        ]
 
     def _deal(self) -> list[int]:
         """Return the indices of the next batch of written questions."""
@@ -201,10 +206,7 @@ def make_question_set(
     return WrittenQuestions(config, context, episode)
 
 
-def accepted(
-    episode: type[SpellEpisode], question: Question, cluster: Cluster, hidden: str = ""
-) -> SpellEpisode:
-    """Return an episode of a question of the set; `hidden` is as in SpellEpisode."""
+def _accepted(episode: type[SpellEpisode], question: Question, cluster: Cluster) -> SpellEpisode:
     return episode(
         question.task,
         cluster,
@@ -214,7 +216,6 @@ def accepted(
         question=question.question,
         reference=question.answer,
         own_reference=question.answer,
-        hidden=hidden,
     )
 
 

@@ -23,7 +23,6 @@ from spell_jax.algorithms.base import AlgorithmContext, Key
 from spell_jax.algorithms.rlvr.config import RlvrConfig
 from spell_jax.algorithms.rlvr.question_sets import (
     QuestionSet,
-    accepted,
     deal_once,
     make_question_set,
 )
@@ -33,8 +32,7 @@ from spell_jax.algorithms.spell.answering import Answering
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.algorithms.spell.groups import role_groups
 from spell_jax.algorithms.spell.metrics import count_questions
-from spell_jax.data.clusters import in_memory
-from spell_jax.data.questions import Question, as_clusters
+from spell_jax.data.clusters import Cluster, in_memory
 from spell_jax.data.stream import TaskStream
 from spell_jax.rollout.replies import AskModels
 from spell_jax.runtime.log.metrics import Metrics
@@ -101,6 +99,7 @@ class Phases(QuestionSet):
         self.model_names = self.questions.model_names
         self.streams: list[TaskStream] = []
         self._context, self._lengths = context, config.phase_tokens
+        self._episodes: dict[str, SpellEpisode] = {}  # question -> its accepted episode
         self._means: dict[str, float] = {}  # question -> mean reward when it was last answered
         self._divide()
 
@@ -110,28 +109,29 @@ class Phases(QuestionSet):
 
     def _divide(self) -> None:
         """Divide the set among the phases by the input lengths of the questions."""
-        questions = () if self.streams else self.questions.questions()
-        if not questions:  # the set is divided, or not written yet
+        episodes = [] if self.streams else self.questions.episodes()
+        if not episodes:  # the set is divided, or not written yet
             return
-        source, self._questions = as_clusters(questions)
-        self._read = source.read
-        by_phase: list[list[str]] = [[] for _ in self._lengths]
-        for name, question in self._questions.items():
-            length = _input_tokens(question, self._context)
+        by_phase: list[list[Cluster]] = [[] for _ in self._lengths]
+        for index, e in enumerate(episodes):
+            # Written questions may share a cluster, but streams deal each question by itself.
+            cluster = Cluster(f"question {index}", e.cluster.documents, (e.task,))
+            self._episodes[cluster.id] = dataclasses.replace(e, cluster=cluster)
+            length = _input_tokens(e, self._context)
             phase = next((k for k, limit in enumerate(self._lengths) if length <= limit), None)
             if phase is not None:
-                by_phase[phase].append(name)
+                by_phase[phase].append(cluster)
         # A phase without questions would be steps without an update.
-        by_phase = [names for names in by_phase if names]
+        by_phase = [clusters for clusters in by_phase if clusters]
         if not by_phase:
             raise ValueError(
                 f"algorithm.phase_tokens = {self._lengths}: must not be below the lengths of all "
-                f"{len(questions)} questions"
+                f"{len(episodes)} questions"
             )
-        self.streams = [self._context.deal(in_memory(self._read(names))) for names in by_phase]
-        self._phase_of = {name: k for k, names in enumerate(by_phase) for name in names}
-        log.info("questions of the phases: %s", [len(names) for names in by_phase])
-        if left_out := len(questions) - len(self._phase_of):
+        self.streams = [self._context.deal(in_memory(clusters)) for clusters in by_phase]
+        self._phase_of = {c.id: k for k, clusters in enumerate(by_phase) for c in clusters}
+        log.info("questions of the phases: %s", [len(clusters) for clusters in by_phase])
+        if left_out := len(episodes) - len(self._phase_of):
             log.warning("%d questions are longer than all phases: left out", left_out)
 
     def remember(self, episodes: Sequence[SpellEpisode]) -> None:
@@ -154,11 +154,8 @@ class Phases(QuestionSet):
         batch = self.config.generation_batch
         share = min(round(self.config.retrospective_share * batch), len(earlier))
         for number, new in enumerate(deal_once(self.streams[phase], batch - share)):
-            repeated_clusters = self._read(
-                [str(name) for name in order[number * share : (number + 1) * share]]
-            )
-            clusters = [*repeated_clusters, *new]
-            yield [accepted(SpellEpisode, self._questions[c.id], c) for c in clusters]
+            repeated = order[number * share : (number + 1) * share]
+            yield [self._episodes[name] for name in (*repeated, *(c.id for c in new))]
 
     def _difficulty(self, name: str) -> float:
         """Return the difficulty of a question: 1 / mean reward, capped at the group size G."""
@@ -183,6 +180,6 @@ class Phases(QuestionSet):
         self._means = dict(state["means"])
 
 
-def _input_tokens(question: Question, context: AlgorithmContext) -> int:
+def _input_tokens(e: SpellEpisode, context: AlgorithmContext) -> int:
     # Without the template (our choice: docs/algorithms.md, "Length").
-    return sum(context.count_tokens(text) for text in (*question.documents, question.question))
+    return sum(context.count_tokens(text) for text in (*e.documents, e.question))

@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-from spell_jax.algorithms.rlvr.algorithm import make_rlvr
-from spell_jax.algorithms.rlvr.config import RlvrConfig
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode
@@ -93,12 +91,3 @@ def test_proposals_that_the_search_refuses_are_punished(writer: Writer, reason: 
     episodes = roll_out(algorithm, ScriptedModels(writer), 1)
     assert {(e.status, e.reason, e.reward) for e in episodes} == {("bad_format", reason, -1.0)}
     assert algorithm.metrics(episodes).means()[f"reason/{reason}"] == 1.0
-
-
-def test_written_set_keeps_the_sentences_hidden() -> None:
-    algorithm, ask = make(make_rlvr, RlvrConfig, static_questions=2), ScriptedModels(Writer())
-    roll_out(algorithm, ask, 1)
-    resumed_algorithm = make(make_rlvr, RlvrConfig, static_questions=2)
-    resumed_algorithm.load_state_dict(json.loads(json.dumps(algorithm.state_dict())))
-    (episode, *_) = roll_out(resumed_algorithm, ask, 2)
-    assert episode.hidden == BUILT and BUILT not in episode.documents[0]
