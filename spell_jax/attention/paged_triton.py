@@ -215,7 +215,7 @@ def _run_jobs(
     size: int,
     tile: Tile,
     interpret: bool,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Run the job kernel: float32 out [E, K, queries, padded H], log-sum-exp [E, K, queries].
 
     Takes jobs [E, 4], layer [1], table [M, J] and visible counts [U, queries], all int32, and

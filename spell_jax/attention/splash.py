@@ -271,7 +271,7 @@ def _run_kernel(
     outputs: list[tuple[str, Any]],
     scratch: list[tuple[int, int]],
     interpret: bool | None,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Run a kernel over the pairs: grid [K, R, pairs], or [K, pairs, R] if `pairs.by_keys`.
 
     The kernel receives words, q_index, k_index, last_query, inputs, outputs and float32 scratch.

@@ -275,7 +275,7 @@ def _run_kernel(
     inputs: list[tuple[pl.BlockSpec, jax.Array]],
     outputs: list[tuple[pl.BlockSpec, Any]],
     interpret: bool | None,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Run a kernel; `outputs` give the shape and dtype of each output."""
     run = pl.pallas_call(
         kernel,
