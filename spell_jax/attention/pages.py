@@ -58,9 +58,9 @@ def empty_pages(layers: int, pages: int, kv_heads: int, page_size: int, size: in
 def write_pages(
     pages: Pages,
     layer: Int32[Array, ""],
-    page: Int32[Array, " B"],
-    keys: Float[Array, "B C K H"],
-    values: Float[Array, "B C K H"],
+    page: Int32[Array, " pages"],
+    keys: Float[Array, "pages C K H"],
+    values: Float[Array, "pages C K H"],
 ) -> Pages:
     """Write keys and values to whole pages; return the new pool."""
 
@@ -135,16 +135,15 @@ def quantize(
     return jnp.round(x / jnp.maximum(scale, 1e-30)[..., None]).astype(jnp.int8), scale
 
 
-def by_kv_head(q: Shaped[Array, "M T N H"], kv_heads: int) -> Shaped[Array, "M K TR H"]:
-    """Reshape queries to the rows of one product per key head, with R = N / K."""
-    rows, time, _, size = q.shape
-    return (
-        q.reshape(rows, time, kv_heads, -1, size).swapaxes(1, 2).reshape(rows, kv_heads, -1, size)
-    )
+def by_kv_head(q: Shaped[Array, "M T N H"], kv_heads: int) -> Shaped[Array, "M K rows H"]:
+    """Reshape queries to the T N / K rows of one product per key head."""
+    batch, time, _, size = q.shape
+    q = q.reshape(batch, time, kv_heads, -1, size).swapaxes(1, 2)
+    return q.reshape(batch, kv_heads, -1, size)
 
 
-def by_token(x: Shaped[Array, "M K TR *shape"], time: int) -> Shaped[Array, "M T N *shape"]:
+def by_token(x: Shaped[Array, "M K rows *shape"], time: int) -> Shaped[Array, "M T N *shape"]:
     """Reshape rows of key heads to tokens, the inverse of by_kv_head."""
-    rows, kv_heads, _, *size = x.shape
-    x = x.reshape(rows, kv_heads, time, -1, *size).swapaxes(1, 2)
-    return x.reshape(rows, time, -1, *size)
+    batch, kv_heads, _, *size = x.shape
+    x = x.reshape(batch, kv_heads, time, -1, *size).swapaxes(1, 2)
+    return x.reshape(batch, time, -1, *size)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float32, Int32, Shaped
 
 from spell_jax.learner import packing, preference
 from spell_jax.learner.loss_config import LossConfig
@@ -27,11 +28,14 @@ def batch_loss(
     batch: packing.MicroBatch,
     config: LossConfig,
     reference_logprobs: Float32[Array, "B A"] | None = None,
-) -> tuple[Float32[Array, ""], dict[str, Float32[Array, ...]]]:
+) -> tuple[Float32[Array, ""], dict[str, Shaped[Array, ""]]]:
     """Return the loss of a micro-batch, and the sums of LossConfig.sums.
 
     Entropies are in nats; a KL term needs the reference's logprobs.
     """
+    # A weight [B, 1] would broadcast, and the loss would be wrong without an error.
+    per_token = batch.answer, batch.advantage, batch.weight, batch.old_logprob
+    chex.assert_equal_shape((logprobs, entropy, *per_token))
     if config.objective == "dpo":
         weights = config.preference_weight, config.nll_weight, config.align_weight
         value, sums = preference.preference_loss(logprobs, batch, config.beta, *weights)
@@ -73,12 +77,12 @@ def _ratio_loss(
 
 
 def policy_loss(
-    logprobs: Float32[Array, "*shape"],
-    old_logprobs: Float32[Array, "*shape"],
-    advantages: Float32[Array, "*shape"],
-    weights: Float32[Array, "*shape"],
+    logprobs: Float32[Array, "*B A"],
+    old_logprobs: Float32[Array, "*B A"],
+    advantages: Float32[Array, "*B A"],
+    weights: Float32[Array, "*B A"],
     config: LossConfig,
-    answer: Int32[Array, "*shape"] | None = None,
+    answer: Int32[Array, "*B A"] | None = None,
 ) -> tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]:
     """Sum the surrogate loss with token weights (paper Eq. 2 without KL; spec section 9).
 
@@ -112,11 +116,11 @@ def policy_loss(
 
 
 def log_ratio(
-    logprobs: Float32[Array, "*shape"],
-    old_logprobs: Float32[Array, "*shape"],
+    logprobs: Float32[Array, "*B A"],
+    old_logprobs: Float32[Array, "*B A"],
     ratio: str = "token",
-    answer: Int32[Array, "*shape"] | None = None,
-) -> Float32[Array, "*shape"]:
+    answer: Int32[Array, "*B A"] | None = None,
+) -> Float32[Array, "*B A"]:
     """Return log(pi / pi_old) of each token, or the sum or mean over its answer.
 
     `ratio` is "token", "sequence" (the sum) or "sequence_mean". The last two take rows [B, A] and
@@ -133,7 +137,7 @@ def log_ratio(
     return sums / jnp.maximum(sum_by_answer(jnp.ones_like(tokens), answer), 1.0)
 
 
-def importance(log_ratio: Float32[Array, "*shape"], cap: float) -> Float32[Array, "*shape"]:
+def importance(log_ratio: Float32[Array, "*B A"], cap: float) -> Float32[Array, "*B A"]:
     """Truncate importance weights to min(pi / pi_old, cap), constants for the gradient; cap >= 1.
 
     Source: Espeholt et al. 2018 (arXiv 1802.01561), the truncation of IMPALA.
@@ -142,10 +146,10 @@ def importance(log_ratio: Float32[Array, "*shape"], cap: float) -> Float32[Array
 
 
 def kl_estimate(
-    logprobs: Float32[Array, "*shape"],
-    reference_logprobs: Float32[Array, "*shape"],
+    logprobs: Float32[Array, "*B A"],
+    reference_logprobs: Float32[Array, "*B A"],
     estimator: str = "k3",
-) -> Float32[Array, "*shape"]:
+) -> Float32[Array, "*B A"]:
     """Estimate KL(policy || reference) per token, for tokens sampled from the policy.
 
     With d = log reference - log policy (Schulman 2020, "Approximating KL divergence"):

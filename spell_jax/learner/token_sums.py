@@ -8,7 +8,7 @@ from jaxtyping import Array, Float32, Int32, Shaped
 
 def sum_by_name(
     values: Shaped[Array, "B A"], group_name: Int32[Array, "B A"], names: int
-) -> Float32[Array, " names"]:
+) -> Float32[Array, " {names}"]:
     """Sum values by MicroBatch.group_name, an index below `names`."""
     has_name = group_name[..., None] == jnp.arange(names)
     return jnp.sum(jnp.where(has_name, values[..., None], 0.0), axis=(0, 1))

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Float32
 
 from spell_jax.attention import attend
 from spell_jax.learner import lm_head, packing
@@ -178,7 +179,7 @@ def micro_batch_loss(
     frozen: Params,
     batch: packing.MicroBatch,
     reference: Params | None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[Float32[Array, ""], dict[str, jax.Array]]:
     policy_logprobs, entropy, routing = score(spec, lora.join(params, frozen), batch)
     reference_logprobs = None
     if reference is not None:  # it chooses its own experts
@@ -197,15 +198,15 @@ def micro_batch_loss(
 
 def logprobs(
     spec: UpdateSpec, params: Params, frozen: Params, batch: packing.MicroBatch
-) -> jax.Array:
-    """Return logprobs of the answer tokens, float32 [B, A]."""
+) -> Float32[Array, "B A"]:
+    """Return logprobs of the answer tokens."""
     return score(spec, lora.join(params, frozen), batch)[0]
 
 
 def score(
     spec: UpdateSpec, params: Params, batch: packing.MicroBatch
-) -> tuple[jax.Array, jax.Array, moe.Routing | None]:
-    """Score answers: logprobs, entropies (nats), float32 [B, A]; mixture-of-experts routing."""
+) -> tuple[Float32[Array, "B A"], Float32[Array, "B A"], moe.Routing | None]:
+    """Return logprobs and entropies (nats) of the answer tokens, and a mixture's routing."""
     hidden, _, routing = transformer.hidden_states(
         spec.policy,
         params,

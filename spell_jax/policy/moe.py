@@ -108,7 +108,7 @@ def count_differing(
     router_experts: Int32[Array, "B T k"],
     recorded: Int[Array, "B T k"],
     real: Bool[Array, "B T"],
-) -> Float32[Array, 2]:
+) -> Float32[Array, " 2"]:
     """Compute Routing.differing of experts in any order; `real` is as in `count_load`."""
     counted = real & (recorded[..., 0] >= 0)
     # Sets are compared: the order of a token's experts does not change its output.

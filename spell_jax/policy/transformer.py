@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen import spmd
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int32
+from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int, Int32
 
 from spell_jax.attention import attend as kernels
 from spell_jax.attention.kernel import CHECKPOINT_NAME as ATTENTION
@@ -201,7 +201,9 @@ class Attention(nn.Module):
     attend: Attend
 
     @nn.compact
-    def __call__(self, x: jax.Array, cache: Any, context: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: Any, context: Any
+    ) -> tuple[Float[Array, "B T D"], Any]:
         c = self.config
         heads = {"heads": c.heads, "head": c.head_size}
         kv_heads = {"kv_heads": c.kv_heads, "head": c.head_size}
@@ -225,7 +227,7 @@ class SwiGLU(nn.Module):
     config: PolicyConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         c = self.config
         narrow, wide = {"embed": c.width}, {"mlp": c.feed_forward}
         gate, up = _project(self, x, narrow, {"gate": wide, "up": wide}, c.lora)
@@ -234,9 +236,9 @@ class SwiGLU(nn.Module):
 
 
 class Experts(nn.Module):
-    """Mixture of experts (moe.py): output [B, T, D] and routing of a layer.
+    """Mixture of experts (moe.py): output and routing of a layer.
 
-    `recorded`, int8 or int16 [B, T, k], replaces the experts that the router would choose.
+    `recorded` replaces the experts that the router would choose.
     """
 
     config: PolicyConfig
@@ -244,8 +246,11 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, real: jax.Array, recorded: jax.Array | None
-    ) -> tuple[jax.Array, moe.Routing]:
+        self,
+        x: Float[Array, "B T D"],
+        real: Bool[Array, "B T"],
+        recorded: Int[Array, "B T k"] | None,
+    ) -> tuple[Float[Array, "B T D"], moe.Routing]:
         c = self.config
         # The router is a product in the compute dtype, the softmax over its logits is float32
         # (moe.route).
@@ -307,8 +312,12 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, cache: Any, context: Any, experts: jax.Array | None = None
-    ) -> tuple[jax.Array, Any, moe.Routing | None]:
+        self,
+        tokens: Int32[Array, "B T"],
+        cache: Any,
+        context: Any,
+        experts: Int[Array, "L B T k"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Any, moe.Routing | None]:
         c = self.config
         table_shape = (c.vocab_size, c.width)
         table = self.param("embedding", _kernel(("vocab", "embed"), c.width), table_shape)
@@ -447,8 +456,10 @@ def embed(
     return last / jnp.linalg.norm(last, axis=-1, keepdims=True)
 
 
-def _causal(config: PolicyConfig, params: Params, tokens: jax.Array, lengths: jax.Array):
-    """Compute hidden states [B, T, D] of plain causal rows, padded after their lengths [B]."""
+def _causal(
+    config: PolicyConfig, params: Params, tokens: Int32[Array, "B T"], lengths: Int32[Array, " B"]
+) -> Float[Array, "B T D"]:
+    """Compute hidden states of plain causal rows, padded after their lengths."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     last_query = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
     attend = kernels.packed(config.attention, config.ring)

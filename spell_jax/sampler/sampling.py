@@ -79,7 +79,7 @@ class SampledToken:
 
 def penalties(
     keys: Key[Array, " N"], tokens: int, sampling: Sampling
-) -> Float32[Array, "N V"] | None:
+) -> Float32[Array, "N {tokens}"] | None:
     """Sample the nats that vocabulary dropout subtracts from logits, with a key per row.
 
     Return None without dropout.

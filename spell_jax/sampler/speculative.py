@@ -28,7 +28,7 @@ def propose(
     count: Int32[Array, " N"],
     match: int,
     tokens: int,
-) -> Int32[Array, "N tokens"]:
+) -> Int32[Array, "N {tokens}"]:
     """Propose the next tokens of each slot; NO_TOKEN without a proposal.
 
     Args:
@@ -37,6 +37,7 @@ def propose(
       length: length of each slot's prompt.
       answers: tokens sampled by each slot; the first `count` are valid.
       match: number of trailing tokens that must match.
+      tokens: number of tokens to propose.
     """
 
     def on_device(prompts, row, length, answers, count):
@@ -51,8 +52,15 @@ def propose(
     )
 
 
-def _propose(prompt, length, answers, count, match: int, tokens: int) -> jax.Array:
-    """Propose tokens as `propose` on one device, given the prompt of each slot, int32 [N, P]."""
+def _propose(
+    prompt: Int32[Array, "N P"],
+    length: Int32[Array, " N"],
+    answers: Int32[Array, "N S"],
+    count: Int32[Array, " N"],
+    match: int,
+    tokens: int,
+) -> Int32[Array, "N {tokens}"]:
+    """Propose tokens as `propose` on one device, given the prompt of each slot."""
     padded = prompt.shape[1]
     text = jnp.concatenate([prompt, answers], axis=1)
     index = jnp.arange(text.shape[1])

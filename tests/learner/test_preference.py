@@ -198,6 +198,15 @@ def test_preference_loss_and_its_sums_by_hand():
     assert {*DPO.sums} == {*sums}
 
 
+def test_a_batch_that_would_broadcast_is_refused() -> None:
+    groups = [pair(4, 2, 3, 4)]
+    (batch,) = jax.tree.map(jnp.asarray, tiny.pack(groups, Bucket(16, 8), "sequence_mean"))
+    logprobs = jnp.zeros_like(batch.weight)
+    narrow = dataclasses.replace(batch, weight=batch.weight[:, :1])
+    with pytest.raises(AssertionError, match="shape"):
+        losses.batch_loss(logprobs, logprobs, narrow, DPO)
+
+
 def test_a_pair_is_refused_whole_and_never_split():
     fits, too_long = pair(6, 4, 4, 3), pair(6, 4, 5, 3)
     wide_pair = pair(2, 5, 5, 2)
