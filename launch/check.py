@@ -35,7 +35,7 @@ from ml_collections import config_flags
 from launch import plan, topologies
 from launch.describe import Checked, describe, dummy_group, longest_groups
 from launch.topologies import GIB
-from spell_jax.config import RunConfig, collect_mistakes, keep_dtypes, to_dict
+from spell_jax.config import RunConfig, check_resumed, collect_mistakes, keep_dtypes, to_dict
 from spell_jax.data import built
 from spell_jax.data.config import origin
 from spell_jax.learner import packing, shapes
@@ -59,7 +59,6 @@ from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler import kv_cache
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay.given_questions import read_scorable
-from spell_jax.trainer import state
 from spell_jax.trainer.build import make_algorithm, make_context
 
 T = TypeVar("T")
@@ -125,7 +124,7 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     checked.step = attempt("workdir", newest_step, checked.workdir)
     if checked.workdir and checked.step is not None:
         saved = setup.saved_config(checked.workdir)
-        attempt("steps", state.check_resumed, config, checked.step, saved)
+        attempt("steps", check_resumed, config, checked.step, saved)
     before = len(attempt.mistakes)
     attempt.mistakes += [line for line in mistakes.values() if not line.startswith("data.")]
     tokenizer = _check_policy(checked, run.policy, attempt)

@@ -456,6 +456,17 @@ def keep_dtypes(
     return dataclasses.replace(config, models=models)
 
 
+def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> None:
+    """Raise ValueError if a checkpoint has more steps than the config, or another seed."""
+    # Another seed would mix two orders of documents and two streams of random numbers in one run.
+    if step > config.steps:
+        raise ValueError(f"steps = {config.steps}: must be at least {step}, which are done")
+    if saved.get("seed", config.seed) != config.seed:
+        raise ValueError(
+            f"seed = {config.seed}: must be {saved['seed']}, with which this run began"
+        )
+
+
 def find_checkpoint(init_from: str) -> tuple[epath.Path, int | None]:
     """Return the workdir and step (or None) of init_from; ValueError if it is no run."""
     with naming("init_from", init_from):

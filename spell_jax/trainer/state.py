@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from spell_jax.config import RunConfig, find_checkpoint, to_dict
+from spell_jax.config import RunConfig, check_resumed, find_checkpoint, to_dict
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
 from spell_jax.policy import lora, transformer, weights
@@ -137,17 +137,6 @@ def restore_or_init(run: Run, checkpoints: Checkpoints) -> tuple[States, int, Ho
 def _from_tree(run: Run, tree: Mapping[str, Any]) -> States:
     trained = {name: tree[name] for name in run.trained}
     return States(trained, {name: tree[name] for name in tree if name not in trained})
-
-
-def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> None:
-    """Raise ValueError if a checkpoint has more steps than the config, or another seed."""
-    # Another seed would mix two orders of documents and two streams of random numbers in one run.
-    if step > config.steps:
-        raise ValueError(f"steps = {config.steps}: must be at least {step}, which are done")
-    if saved.get("seed", config.seed) != config.seed:
-        raise ValueError(
-            f"seed = {config.seed}: must be {saved['seed']}, with which this run began"
-        )
 
 
 def first_states(run: Run) -> States:
