@@ -18,29 +18,40 @@ Shapes are computed on this machine's CPU. No file is written.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from absl import flags
 from etils import epath
 from ml_collections import config_flags
 
 from launch import plan, topologies
-from launch.describe import Checked, describe, dummy_group, longest_groups
 from launch.topologies import GIB
-from spell_jax.config import RunConfig, check_resumed, collect_mistakes, keep_dtypes, to_dict
+from spell_jax.algorithms.config import AlgorithmConfig
+from spell_jax.config import (
+    RunConfig,
+    check_resumed,
+    collect_mistakes,
+    find_checkpoint,
+    keep_dtypes,
+    to_dict,
+)
 from spell_jax.data import built
 from spell_jax.data.config import origin
+from spell_jax.data.samples import Sample
 from spell_jax.learner import packing, shapes
 from spell_jax.learner.loss_config import LossConfig
-from spell_jax.policy import int8, weights
+from spell_jax.policy import int8, lora, products, transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.formats import safetensors
 from spell_jax.policy.model import (
@@ -51,11 +62,12 @@ from spell_jax.policy.model import (
     read_model,
     shape_policy,
 )
+from spell_jax.reporting.tables import EVALUATION_FILE
 from spell_jax.runtime import entry, setup
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, changes
 from spell_jax.runtime.files import hashes, paths
-from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER
+from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER, CONFIG_FILE
 from spell_jax.sampler import kv_cache
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay.given_questions import read_scorable
@@ -69,19 +81,40 @@ _USER_ERRORS = (ValueError, OSError, ImportError)
 _MISTAKES = (*_USER_ERRORS, TypeError, LookupError, AttributeError)
 
 
-class Attempts:
-    """Collector of the errors that the trainer's functions raise about a config, in `mistakes`."""
+@dataclasses.dataclass
+class Checked:
+    """Results of checking a config. A field is None if a mistake prevented its computation."""
 
-    def __init__(self, config: Config):
-        self.mistakes: list[str] = []
-        self._config = config
+    config: Config
+    run: RunConfig | None = None  # with stand-ins for wrong fields
+    wrong: Collection[str] = ()  # sections of `run` with a mistake
+    mistakes: list[str] = dataclasses.field(default_factory=list)  # would stop or fail the run
+    remarks: list[str] = dataclasses.field(default_factory=list)  # allowed, maybe unintended
+    missing: list[str] = dataclasses.field(default_factory=list)  # fields to fill in before the run
+    topology: topologies.Topology | None = None
+    mesh: Any = None
+    folder: pathlib.Path | None = None  # of the policy
+    policy: PolicyConfig | None = None  # with the config's changes
+    plan: plan.MemoryPlan | None = None  # for the largest micro-batches
+    is_evaluated: bool = False  # whether a held-out evaluation was made
+    workdir: epath.Path | None = None
+    step: int | None = None  # of the checkpoint to resume; None means a fresh start
 
-    def __call__(
+    def section(self, name: str) -> Any:
+        """Return a section of the config, or None if it has a mistake."""
+        return None if name in self.wrong else getattr(self.run, name)
+
+    @property
+    def context(self) -> int:
+        """Shards of a row's tokens; 1 without a mesh."""
+        return 1 if self.mesh is None else meshes.context_shards(self.mesh)
+
+    def attempt(
         self, field: str, make: Callable[..., T], *arguments: Any, **options: Any
     ) -> T | None:
         """Return make(*arguments, **options), or None if it raises or an argument is None.
 
-        The error is recorded, as one of `field` if its message does not begin with a field.
+        The error is a mistake, one of `field` if its message does not begin with a field.
         """
         if any(value is None for value in arguments):
             return None
@@ -90,8 +123,8 @@ class Attempts:
         except _MISTAKES as error:
             text = str(error) if isinstance(error, _USER_ERRORS) else repr(error)
         first = re.match(r"[a-z_]+\b(?=\.| = |:|\[)", text)
-        if not first or first[0] not in (*self._config, "topology", "workdir"):
-            text = f"{_with_value(self._config, field)}: {text}"
+        if not first or first[0] not in (*self.config, "topology", "workdir"):
+            text = f"{_with_value(self.config, field)}: {text}"
         if text not in self.mistakes:  # two functions may check the same field
             self.mistakes.append(text)
         return None
@@ -114,42 +147,44 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     `topology` names the devices, such as "v5e-16", "cpu:8" or "gpu:8"; "" means the fewest that the
     mesh can use. `workdir` "" means none yet.
     """
-    attempt = Attempts(config)
     run, mistakes = collect_mistakes(config)
-    if run is None:
-        return Checked(config, [*mistakes.values()])
     wrong = {field.partition(".")[0] for field in mistakes}
-    checked = Checked(config, attempt.mistakes, run, wrong)
+    checked = Checked(config, run, wrong)
+    if run is None:
+        checked.mistakes += mistakes.values()
+        return checked
+    attempt = checked.attempt
     checked.workdir = attempt("workdir", _open_workdir, workdir or None)
     checked.step = attempt("workdir", newest_step, checked.workdir)
     if checked.workdir and checked.step is not None:
         saved = setup.saved_config(checked.workdir)
         attempt("steps", check_resumed, config, checked.step, saved)
-    before = len(attempt.mistakes)
-    attempt.mistakes += [line for line in mistakes.values() if not line.startswith("data.")]
-    tokenizer = _check_policy(checked, run.policy, attempt)
+    before = len(checked.mistakes)
+    checked.mistakes += [line for line in mistakes.values() if not line.startswith("data.")]
+    tokenizer = _check_policy(checked, run.policy)
     attempt("loss", LossConfig.check_policy, checked.section("loss"), checked.policy)
     for name, model in run.models.items():
-        folder = _find_here(checked, name, attempt)
+        folder = _find_here(checked, name)
         shape_and_tokenizer = attempt(f"{name}.folder", read_model, model, folder)
         if shape_and_tokenizer:
             attempt(f"{name}.folder", _check_weights, shape_and_tokenizer[0], folder)
-    _check_devices(checked, topology, attempt)
-    if len(attempt.mistakes) == before:
+    _check_devices(checked, topology)
+    if len(checked.mistakes) == before:
         checked.plan = attempt("mesh", _plan, checked, run)
         attempt("mesh", _check_memory, checked.plan)
     for line in mistakes.values():
         if line.startswith("data."):
             is_missing = line.startswith(("data.source = '': ", "data.questions = '': "))
-            (checked.missing if is_missing else attempt.mistakes).append(line)
-    _check_data(checked, run, tokenizer, attempt)
-    if not attempt.mistakes:
+            (checked.missing if is_missing else checked.mistakes).append(line)
+    _check_data(checked, run, tokenizer)
+    if not checked.mistakes:
         checked.remarks += _remarks(checked, run)
     return checked
 
 
-def _check_data(checked: Checked, run: RunConfig, tokenizer: Any, attempt: Attempts) -> None:
+def _check_data(checked: Checked, run: RunConfig, tokenizer: Any) -> None:
     """Read prompts and data as a run's start does; what it would log becomes remarks."""
+    attempt = checked.attempt
     attempt("algorithm.prompts", run.algorithm.load_prompts)
     data, algorithm = checked.section("data"), checked.section("algorithm")
     with _logged_warnings() as skipped:
@@ -181,9 +216,9 @@ def _logged_warnings() -> Iterator[list[str]]:
         package.propagate = propagates
 
 
-def _check_policy(checked: Checked, model: ModelConfig, attempt: Attempts) -> Any:
+def _check_policy(checked: Checked, model: ModelConfig) -> Any:
     """Check the policy and the headers of its weights; return the tokenizer."""
-    folder, tokenizer = _find_here(checked, "policy", attempt), None
+    folder, tokenizer, attempt = _find_here(checked, "policy"), None, checked.attempt
     checked.folder = folder
     if folder is None:
         policy = attempt("policy.folder", shape_policy, model, known_shape(model.folder))
@@ -202,14 +237,14 @@ def _check_policy(checked: Checked, model: ModelConfig, attempt: Attempts) -> An
     return tokenizer
 
 
-def _find_here(checked: Checked, name: str, attempt: Attempts) -> pathlib.Path | None:
+def _find_here(checked: Checked, name: str) -> pathlib.Path | None:
     """Find a model's folder; one of the paper's models may be missing on this machine."""
     field, section = f"{name}.folder", checked.config[name]
     folder = section.get("folder") if hasattr(section, "items") else None
     if not isinstance(folder, str):  # a mistake that config.read has named
         return None
     if is_available(folder) or not known_shape(folder):
-        return attempt(field, find_folder, folder, field)
+        return checked.attempt(field, find_folder, folder, field)
     checked.missing.append(
         f"{field} = {folder!r}: not on this machine, so that its weights and tokenizer are not "
         f"checked; must be a copy of {pathlib.PurePath(folder).name}'s Hugging Face folder"
@@ -226,10 +261,10 @@ def _check_weights(policy: PolicyConfig, folder: pathlib.Path) -> None:
 # ------------------------------------------------------------------------------ Devices and memory
 
 
-def _check_devices(checked: Checked, name: str, attempt: Attempts) -> None:
+def _check_devices(checked: Checked, name: str) -> None:
     """Check that sizes split over the devices and that training rows hold the longest answer."""
     layout, sampling = checked.section("packing"), checked.section("sampler")
-    sizes = checked.config.mesh
+    sizes, attempt = checked.config.mesh, checked.attempt
     checked.topology = attempt("mesh", find_topology, name, sizes)
     if "mesh" not in checked.wrong:
         checked.mesh = attempt("mesh", topologies.abstract_mesh, checked.topology, sizes)
@@ -393,6 +428,141 @@ def _remarks(checked: Checked, run: RunConfig) -> list[str]:
         changed = changes(to_dict(kept_config), before)
         lines += [f"{change} when last started" for change in changed]
     return lines
+
+
+# ------------------------------------------------------------------------------------ Description
+
+
+def describe(checked: Checked) -> str:
+    """Describe a run whose check found no mistakes, as lines of text."""
+    run = checked.run
+    assert run and checked.policy and checked.topology and checked.plan
+    above = "GiB a device, activations and logits are estimates; rows of "
+    above += f"{checked.plan.programs.bucket.length:,} tokens"
+    rows = {
+        "policy": [_describe_policy(checked.policy)],
+        "devices": [topologies.describe(checked.topology, checked.mesh)],
+        "dtype": _describe_dtype(checked),
+        "a step": _describe_step(run),
+        "trained": _describe_update(checked, run),
+        "memory": [above, *plan.table(checked.plan).splitlines()],
+        "writes": [_describe_files(checked)],
+        "start": [_describe_start(checked)],
+        "remark": checked.remarks,
+        "missing": checked.missing,
+    }
+    return "\n".join(
+        f"{'' if number and name not in ('remark', 'missing') else name:9}{line}".rstrip()
+        for name, lines in rows.items()
+        for number, line in enumerate(lines)
+    )
+
+
+def _describe_policy(policy: PolicyConfig) -> str:
+    shapes, _ = transformer.abstract_params(policy)
+    trained, _ = lora.split(policy, shapes)
+    count, trained_count = (
+        sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (shapes, trained)
+    )
+    adapters = f", of which {trained_count:,} in adapters are trained" if policy.lora else ""
+    return f"{count:,} parameters{adapters}, {policy.layers} layers"
+
+
+def _describe_dtype(checked: Checked) -> Iterator[str]:
+    """Yield the dtype in which a run on this machine's CPU computes matrix products."""
+    assert checked.topology
+    is_here = checked.topology.hbm == topologies.ANY_MEMORY and "gpu" not in checked.topology.name
+    if not is_here or jax.default_backend() != "cpu":
+        return
+    compute_dtype, names = checked.config.policy.compute_dtype, products.bfloat16_instructions()
+    if not names:
+        suffix = "; this CPU has no fast products of bfloat16"
+        yield ("float32" if compute_dtype == "auto" else compute_dtype) + suffix
+    elif compute_dtype == "float32":
+        yield f"float32; with policy.compute_dtype=auto, bfloat16, faster here ({', '.join(names)})"
+    else:
+        yield f"bfloat16, which this CPU multiplies faster than float32 ({', '.join(names)})"
+
+
+def _describe_step(run: RunConfig) -> Iterator[str]:
+    longest = f"with prompts of up to {run.sampler.max_prompt:,} tokens"
+    yield f"{run.algorithm.budget_summary()}, at most, {longest}"
+    for budget in run.algorithm.budgets():
+        count = budget.prompts * budget.replies
+        of = f": {budget.prompts:,} prompts x {budget.replies}" if budget.replies > 1 else ""
+        yield f"  {count:7,} {budget.what}{of}"
+
+
+def _describe_update(checked: Checked, run: RunConfig) -> Iterator[str]:
+    groups = longest_groups(run.algorithm, run.sampler)
+    counts = packing.count_answers(groups)
+    answers = " + ".join(f"{count:,} {name}" for name, count in counts.items())
+    yield f"at most {answers} answers, in {len(groups):,} groups; if all were at their caps:"
+    laid_out = lay_out(groups, run.packing, meshes.row_shards(checked.mesh), checked.context)
+    batches = Counter((bucket, count) for bucket, count, _ in laid_out)
+    for (bucket, count), number in sorted(batches.items(), key=lambda item: item[0][0].length):
+        rows = sum(len(rows) for *shape, rows in laid_out if shape == [bucket, count])
+        yield (
+            f"  {rows:7,} rows of {bucket.length:,} tokens ({bucket.answers:,} of answers):"
+            f" {number} micro-batches of {count}"
+        )
+
+
+def _describe_files(checked: Checked) -> str:
+    config, names = checked.config, [CONFIG_FILE, "metrics.jsonl", "tensorboard/"]
+    names += ["episodes/"] * bool(config.episode_characters)
+    names += [f"{CHECKPOINTS_FOLDER}/ (every {config.checkpoint_every} steps)"]
+    # Without the policy's tokenizer, the evaluation could not be made.
+    if checked.is_evaluated or config.data.validation:
+        names += ["best/"] * bool(config.validate_every)
+        names += [EVALUATION_FILE] * config.evaluate
+    return f"{checked.workdir or 'WORKDIR'}: {', '.join([*names, 'policy/', 'plots/'])}"
+
+
+def _describe_start(checked: Checked) -> str:
+    config, workdir = checked.config, checked.workdir
+    if workdir is not None and checked.step is not None:
+        folder = workdir / CHECKPOINTS_FOLDER
+        return f"resumes step {checked.step} of {folder}, up to {config.steps}"
+    folder = checked.folder or config.policy.folder
+    if config.init_from:
+        path, step = find_checkpoint(config.init_from)
+        source = f"the weights of {path}, {'its newest step' if step is None else f'step {step}'}"
+    elif checked.folder is None or safetensors.has_weights(checked.folder):
+        source = f"the weights of {folder}"
+    else:
+        source = f"random weights, because {folder} has none"
+    return f"from {source}, {config.steps} steps"
+
+
+def dummy_group(prompt: int, tokens: int, answers: int, name: str) -> packing.TrainGroup:
+    """Make a dummy group with the given prompt and answer lengths."""
+    samples = [Sample(np.zeros(tokens, np.int32))] * answers
+    return packing.TrainGroup(range(prompt), samples, [0.0] * answers, name)
+
+
+def longest_groups(algorithm: AlgorithmConfig, sampling: SamplerConfig) -> list[packing.TrainGroup]:
+    """Make the groups of the largest update: every prompt and every answer has its token cap."""
+    groups = []
+    for budget in algorithm.budgets():
+        tokens = budget.max_tokens or sampling.max_tokens
+        group = dummy_group(sampling.max_prompt, tokens, budget.replies, budget.role)
+        groups += [group] * budget.trained
+    return groups
+
+
+def lay_out(
+    groups: Sequence[packing.TrainGroup],
+    layout: packing.PackingConfig,
+    row_multiple: int = 1,
+    context: int = 1,
+) -> list[shapes.MicroRows]:
+    """Put groups into micro-batches as the learner does, if no two groups share a prefix."""
+    if layout.shared_prefix == "none":
+        groups = packing.separate_answers(groups)
+    parts, _ = packing.split_groups(groups, layout.largest(context))
+    sizes = layout.buckets, layout.token_budget, row_multiple, context
+    return packing.lay_out([part.group for part in parts], *sizes, with_trees=False)
 
 
 def main(_) -> None:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from launch import check, describe
+from launch import check
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.config import model_sections
@@ -123,7 +123,7 @@ def test_shipped_config_reports_exactly_its_missing_inputs(name: str) -> None:
 def test_a_model_of_the_paper_is_described_without_a_folder() -> None:
     checked = check.check(paper.get_config("qwen2.5-7b"))
     assert checked.mistakes == [] and len(checked.missing) == 2
-    text = describe.describe(checked)
+    text = check.describe(checked)
     assert "7,615,616,512 parameters" in text and "missing  policy.folder = " in text
 
 
@@ -149,7 +149,7 @@ def test_check_says_when_this_machine_gains_from_bfloat16(
     monkeypatch.setattr(products, "bfloat16_instructions", lambda: instructions)
     config = load("tiny")[1]
     config.policy.compute_dtype = dtype
-    lines = describe.describe(check.check(config, topology=topology)).splitlines()
+    lines = check.describe(check.check(config, topology=topology)).splitlines()
     dtypes = [text.removeprefix("dtype").strip() for text in lines if text.startswith("dtype")]
     assert [text.startswith(line or "") for text in dtypes] == [True] * (line is not None)
 
@@ -188,7 +188,7 @@ def test_shipped_config_passes_once_inputs_are_given(
     checked = check.check(config)
     assert checked.mistakes == []
     assert checked.topology and checked.topology.chips == config.mesh.expert * config.mesh.context
-    assert describe.describe(checked)
+    assert check.describe(checked)
 
 
 def test_warm_start_config_is_rejected() -> None:
@@ -385,13 +385,13 @@ def test_weights_are_checked_in_the_folder_the_run_starts_from(
     from_run = fields | {"init_from": str(folders["run"])}
     checked = check.check(small(**from_run))
     assert checked.mistakes == []
-    assert f"from the weights of {folders['run']}, its newest step" in describe.describe(checked)
+    assert f"from the weights of {folders['run']}, its newest step" in check.describe(checked)
     (line,) = check.check(small(**fields | {"init_from": str(tmp_path)})).mistakes
     assert line.startswith(f"init_from = '{tmp_path}': must be a run's folder, or RUN/checkpoints/")
     (folder / "pytorch_model.bin").unlink()
     checked = check.check(small(**fields))
     assert checked.mistakes == []
-    assert f"from random weights, because {folder} has none" in describe.describe(checked)
+    assert f"from random weights, because {folder} has none" in check.describe(checked)
 
 
 def test_weights_that_contradict_the_config_are_reported(tmp_path: pathlib.Path) -> None:
@@ -423,7 +423,7 @@ def test_memory_is_planned_for_the_rows_the_run_packs() -> None:
     assert checked.plan and checked.plan.programs.bucket == packing.Bucket(256, 32)
     # Eight long rows on four devices; the 12 short rows of a micro-batch have fewer tokens.
     assert _trained(checked) == (8, 256)
-    assert "rows of 256 tokens" in describe.describe(checked)
+    assert "rows of 256 tokens" in check.describe(checked)
     # A prompt with all of its answers, 512 tokens, is trained on in parts.
     checked = check.check(small(**{"algorithm.group_size": 64, "packing.token_budget": 160}))
     assert _trained(checked) == (1, 160)
@@ -435,10 +435,10 @@ def test_memory_of_chosen_shapes_is_planned_for_the_whole_budget() -> None:
     assert checked.plan and checked.plan.programs.bucket.length == 2048
     # Each of the four devices may have a row of 2,048 tokens. A step has 180 of answers at most.
     assert checked.run and _trained(checked) == (4, 2048)
-    groups = describe.longest_groups(checked.run.algorithm, checked.run.sampler)
+    groups = check.longest_groups(checked.run.algorithm, checked.run.sampler)
     assert sum(group.answer_tokens for group in groups) == 180
     assert checked.plan.programs.bucket.answers == 256
-    described = describe.describe(checked)
+    described = check.describe(checked)
     assert "rows of 2,048 tokens" in described
     assert re.search(r" 4 rows of \d+ tokens .*: 1 micro-batches of 4", described)
     assert checked.plan.largest()["packing.token_budget"] >= 4 * 2048
@@ -487,7 +487,7 @@ def test_answers_that_can_never_score_are_named(tmp_path: pathlib.Path) -> None:
     path.write_text(bad + "\n" + json.dumps(good))
     checked = check.check(small(**fields))
     assert checked.mistakes == []
-    description = describe.describe(checked)
+    description = check.describe(checked)
     assert all(f"{path}:{line}: skipped (answer = " in description for line in range(1, 7))
     assert (
         description.count("can never score") == 6 and "1 questions, 6 lines skipped" in description
@@ -511,7 +511,7 @@ def test_check_does_not_create_the_workdir(tmp_path: pathlib.Path) -> None:
     checked = check.check(small(), workdir=str(tmp_path / "new" / "run"))
     assert checked.mistakes == [] and checked.step is None
     assert not list(tmp_path.iterdir())
-    assert f"from the weights of {TINY_POLICY}, 3 steps" in describe.describe(checked)
+    assert f"from the weights of {TINY_POLICY}, 3 steps" in check.describe(checked)
 
 
 def test_existing_run_is_resumed_only_with_a_compatible_config(
@@ -520,7 +520,7 @@ def test_existing_run_is_resumed_only_with_a_compatible_config(
     workdir = str(folders["run"])
     checked = check.check(small(steps=8), workdir=workdir)
     assert checked.mistakes == [] and checked.step == 4
-    assert f"resumes step 4 of {workdir}/checkpoints, up to 8" in describe.describe(checked)
+    assert f"resumes step 4 of {workdir}/checkpoints, up to 8" in check.describe(checked)
     assert "steps = 8: was 4 when last started" in checked.remarks
     assert len(checked.remarks) == 1
     resumed = small(steps=8, **{"policy.compute_dtype": "auto"})  # keeps the dtype of the run
@@ -536,12 +536,12 @@ def test_existing_run_is_resumed_only_with_a_compatible_config(
 
 def test_answer_counts_of_one_step_of_the_default_config() -> None:
     """128 questions x 8 answers for the responder; 256 questioner rows; 128 verifier rows."""
-    groups = describe.longest_groups(SpellConfig(), SamplerConfig())
+    groups = check.longest_groups(SpellConfig(), SamplerConfig())
     counts = packing.count_answers(groups)
     assert counts == {"responder": 1024, "questioner": 256, "verifier": 128}
     assert {group.tokens for group in groups} == {18_000 + 8 * 4096, 18_000 + 4096}
     frozen = SpellConfig(train_verifier=False, train_questioner=False, grounding_samples=0)
-    groups = describe.longest_groups(frozen, SamplerConfig())
+    groups = check.longest_groups(frozen, SamplerConfig())
     assert packing.count_answers(groups) == {"responder": 1024}
 
 
@@ -558,7 +558,7 @@ def test_row_counts_match_actual_packing(shared: str) -> None:
         rows = int(np.sum(np.any(batch.last_query >= 0, axis=1)))
         packed[batch.tokens.shape[1]] = packed.get(batch.tokens.shape[1], 0) + rows
     described: dict[int, int] = {}
-    for bucket, _, rows in describe.lay_out(groups, layout):
+    for bucket, _, rows in check.lay_out(groups, layout):
         described[bucket.length] = described.get(bucket.length, 0) + len(rows)
     assert described == packed
     assert len(packed) == 2
@@ -576,11 +576,11 @@ def test_suboptimal_sampler_settings_are_remarks_not_mistakes() -> None:
     )
     checked = check.check(small(**{"sampler.samples_per_prompt_batch": 6}))
     assert ["2 of 6 slots" in line for line in checked.remarks] == [True]
-    assert "remark   sampler.samples_per_prompt_batch = 6" in describe.describe(checked)
+    assert "remark   sampler.samples_per_prompt_batch = 6" in check.describe(checked)
 
 
 def test_description_covers_rollouts_rows_and_outputs_of_a_step() -> None:
-    text = describe.describe(check.check(small(), "v5e-4"))
+    text = check.describe(check.check(small(), "v5e-4"))
     for part in (
         "v5e-4: 4 devices, 15.75 GiB each; mesh fsdp=4",
         "up to 2 rounds of 9 proposals, until 3 questions have mixed rewards",
@@ -592,7 +592,7 @@ def test_description_covers_rollouts_rows_and_outputs_of_a_step() -> None:
         "config.json, metrics.jsonl",
     ):
         assert part in text, text
-    static = describe.describe(check.check(small(**{"algorithm.name": "rlvr"})))
+    static = check.describe(check.check(small(**{"algorithm.name": "rlvr"})))
     assert "rounds of 9 of 960 questions, written once" in static and "proposals" not in static
 
 
