@@ -618,6 +618,23 @@ def test_exit_status_says_whether_there_are_mistakes(tmp_path: pathlib.Path) -> 
     assert [line.split(" = ")[0] for line in lines] == ["steps", "mesh"]
 
 
+def test_a_check_imports_no_library_that_it_does_not_use() -> None:
+    """Import neither Orbax, which takes a tenth of a check's time, nor libraries that take more."""
+    unused = {"orbax", "tensorflow_datasets", "apache_beam", "datasets", "pandas", "pyarrow"}
+    unused |= {"tensorboardX", "wandb", "matplotlib", "scipy.stats", "sklearn", "torch"}
+    code = (
+        "import sys; from launch import check; from spell_jax.configs import tiny; "
+        "print(check.describe(check.check(tiny.get_config()))); "
+        f"print(sorted({unused} & sys.modules.keys()))"
+    )
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    assert "706,176 parameters, 3 layers" in process.stdout
+    assert process.stdout.splitlines()[-1] == "[]"
+
+
 def test_truncated_saved_config_is_ignored(tmp_path: pathlib.Path) -> None:
     """A workdir with a truncated config.json does not count as another run's."""
     config = small()
