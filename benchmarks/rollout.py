@@ -457,7 +457,7 @@ class SpellBenchmark(SlotBenchmark):
     ) -> list[packing.TrainGroup]:
         """Make the training groups of the step, with random rewards."""
         # A step trains on all responder and questioner rows, and an eighth as many verifier rows.
-        verdicts = self.questions * self.group * SpellConfig().verifier_share
+        verdicts = self.questions * self.group * SpellConfig().verifier.share
         counts = {"responder": self.questions, "questioner": len(prompts["questioner"])}
         counts["verifier"] = max(1, int(verdicts / self.votes))
         return [

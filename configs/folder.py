@@ -29,10 +29,11 @@ def get_config() -> Config:
     # Compact prompts leave most of the 512 tokens to documents. A cluster has 4 documents, so the
     # questioner reads 2, not the paper's 5.
     config.algorithm.update(prompts="compact", questions=24, generation_batch=48)
-    config.algorithm.update(max_generations=2, documents=(2,))
+    config.algorithm.max_generations = 2
+    config.algorithm.questioner.documents = (2,)
 
     config.sampler.update(max_prompt=512, max_tokens=128)
-    config.algorithm.max_verdict_tokens = 4
+    config.algorithm.verifier.max_tokens = 4
     config.sampler.update(page_size=64, kv_cache_tokens=131_072)
     config.sampler.update(prefill_tokens=4096, decode_tokens=32)
     # The paper's rate of 2e-6 is for models of 4B parameters and more. With 30 updates, the second

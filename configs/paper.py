@@ -82,13 +82,15 @@ def get_config(model: str = "") -> Config:
     config.data.max_document_tokens = 4 * 32_768
     # Appendix G: an answer is stated in one phrase (the default reads more forms of it, and scores
     # would not compare with the paper's), and a general reference of over 20 tokens is forbidden.
-    config.algorithm.update(extract="paper", max_answer_tokens=20)
+    config.algorithm.extract = "paper"
+    questioner = config.algorithm.questioner
+    questioner.max_answer_tokens = 20
     # Eq. 7: every error of format earns -1, also an over-long, zero or non-numeric reference.
-    config.algorithm.decline_penalty = True
+    questioner.decline_penalty = True
     # Eq. 5: a vote that differs from the majority, such as a malformed one, earns 0.
-    config.algorithm.malformed_penalty = False
+    config.algorithm.verifier.malformed_penalty = False
     # Section 3.3: as many negatives as positives, of any task.
-    config.algorithm.negatives_by_task = False
+    questioner.negatives_by_task = False
     # Eq. 3, 8 and 9 have the plain standard deviation.
     config.algorithm.deviation = "population"
     # Eq. 10 with Eq. 12, which give most of the gradient to the few tokens of the verdicts. The

@@ -18,15 +18,17 @@ def get_config(model: str = "") -> Config:
     config.sampler.max_prompt = 18_000
     # A remembered question brings all its documents, so the questioner's context grows 5, 10, 15...
     # The text's memory holds only the new documents, and only partly solved questions.
-    config.algorithm.update(memory_documents="shown", memory_solved=True, unread_documents=0)
+    questioner, verifier = config.algorithm.questioner, config.algorithm.verifier
+    questioner.update(memory_documents="shown", memory_solved=True, unread_documents=0)
     # A general reference may have 40 tokens. A longer one, a zero or a number that cannot be read
     # is dropped without a penalty; a malformed vote earns -1.
-    config.algorithm.update(max_answer_tokens=40, decline_penalty=False, malformed_penalty=True)
+    questioner.update(max_answer_tokens=40, decline_penalty=False)
+    verifier.malformed_penalty = True
     # Each task has negatives of its own and its own mean; deviations are the sample's (ddof 1).
-    config.algorithm.update(negatives_by_task=True, questioner_normalization="task")
+    questioner.update(negatives_by_task=True, normalization="task")
     config.algorithm.deviation = "sample"
     # Votes conflict if 51 to 99 % of the well-formed ones agree, not if one vote is malformed.
-    config.algorithm.verifier_conflict = "well_formed"
+    verifier.conflict = "well_formed"
     # The public code takes the mean over each micro-batch, so a token's weight depends on packing.
     config.loss.update(aggregation="token_mean", dual_clip=3.0)
     return config

@@ -20,20 +20,24 @@ _QUESTIONS = {
     "data.source": "runs/real/articles8.jsonl",
     "data.validation": "runs/real/held_out.jsonl",
     "data.shuffle": False,
+    "algorithm.generation_batch": 32,
+    "algorithm.questioner.questions_per_cluster": 8,
+}
+_EXACT = {
+    **_QUESTIONS,
     "algorithm.max_generations": 1,
     "algorithm.questions": 32,
-    "algorithm.generation_batch": 32,
-    "algorithm.questions_per_cluster": 8,
+    "algorithm.responder.reward": "rule",
+    "algorithm.rule": "exact",
 }
-_EXACT = {**_QUESTIONS, "algorithm.responder_reward": "rule", "algorithm.rule": "exact"}
 _RLVR = {"algorithm.name": "rlvr", **_EXACT}
 _CLOZE = {"data.tasks": ("cloze",), "data.questions": "runs/real/cloze.jsonl"}
 # A rule chooses the answer, and the questioner reads one paragraph and writes a question.
-_ANSWER_FIRST = {"algorithm.documents": (1,), "algorithm.answer_first": True}
+_ANSWER_FIRST = {"algorithm.questioner.documents": (1,), "algorithm.questioner.answer_first": True}
 # The start must find the answer there in four of four samples.
-_CONFIRMED = {"algorithm.reference_source": "confirmed", "algorithm.reader_unanimous": True}
+_CONFIRMED = {"algorithm.reader.source": "confirmed", "algorithm.reader.unanimous": True}
 # What the start answers there in all of four samples is the reference.
-_AGREED = {"algorithm.reference_source": "frozen_reader", "algorithm.reader_unanimous": True}
+_AGREED = {"algorithm.reader.source": "frozen_reader", "algorithm.reader.unanimous": True}
 # The teacher is the start, which reads the paragraph that a question was written from.
 _TAUGHT = {
     **_QUESTIONS,
@@ -49,7 +53,7 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "random": {
         **_RLVR,
         "data.questions": "runs/real/labelled.jsonl",
-        "algorithm.responder_reward": "random",
+        "algorithm.responder.reward": "random",
     },
     # Sentences with a gap that rules find; their answers stand in the documents.
     "cloze": {**_RLVR, **_CLOZE},
@@ -57,14 +61,14 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "cloze_evidence": {
         **_RLVR,
         **_CLOZE,
-        "algorithm.document_share": 0.5,
+        "algorithm.responder.document_share": 0.5,
         "policy.folder": "runs/real/start_numbers/policy",
     },
     # The same gaps chosen by the questioner, which is rewarded for their difficulty.
     "cloze_spell": {
         **_EXACT,
         "data.tasks": ("cloze",),
-        "algorithm.documents": (2,),
+        "algorithm.questioner.documents": (2,),
         "policy.folder": "runs/real/start_gaps/policy",
     },
     # Self-play on answers that a rule chooses.

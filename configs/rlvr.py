@@ -10,7 +10,7 @@ The model is qwen2.5-7b-instruct, or NAME of configs/paper.py by --config=config
 .jsonl of {"task", "documents", "question", "answer"} will do. Rewards are the rule's;
 --config.algorithm.rule=judge asks an external judge (algorithm.judge_url, algorithm.judge_model)
 instead, match_or_judge takes the maximum of both (QwenLong-L1), and
---config.algorithm.responder_reward=max asks the policy's own verifier as well.
+--config.algorithm.responder.reward=max asks the policy's own verifier as well.
 Hardware: configs/paper.py. The paper's own baseline of this model (Table 1): average of four
 benchmarks 38.2 before and 45.9 after, with inputs of up to 16K tokens (this code has not run it).
 docs/algorithms.md, "Training of the baselines", has the epochs.
@@ -32,5 +32,5 @@ def get_config(model: str = "qwen2.5-7b-instruct") -> Config:
     # deviation.
     config.algorithm.deviation = "population"
     # RLVR asks the rule alone, no trained verifier.
-    config.algorithm.responder_reward = "rule"
+    config.algorithm.responder.reward = "rule"
     return config

@@ -18,8 +18,9 @@ def get_config() -> Config:
     config.update(steps=60, max_minutes=0.0)
     # The sizes of the demo's questions and rounds, so that the table compares algorithms alone.
     demo, config.algorithm = config.algorithm, default_config("qwenlong_l1").algorithm
-    for field in ("prompts", "documents", "questions", "generation_batch", "max_generations"):
+    for field in ("prompts", "questions", "generation_batch", "max_generations"):
         config.algorithm[field] = demo[field]
-    config.algorithm.distinct_options = demo.distinct_options
+    for field in ("documents", "distinct_options"):
+        config.algorithm.questioner[field] = demo.questioner[field]
     config.algorithm.phase_tokens = (70, 160)  # 8 documents have 48 tokens, 12 have 72
     return config

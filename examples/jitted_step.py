@@ -27,6 +27,7 @@ from absl import flags
 
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.evaluation import is_true, make_questions
+from spell_jax.algorithms.spell.sections import QuestionerConfig, VerifierConfig
 from spell_jax.data import tiny_world
 from spell_jax.data.clusters import LETTERS, PAPER_TASKS
 from spell_jax.learner import update
@@ -48,7 +49,10 @@ from spell_jax.selfplay import parsing, prompts, rewards, selection
 SIZES = {"questioner": (48, 48), "responder": (96, 32), "verifier": (48, 4)}
 TEXTS = prompts.load("compact")
 # The step reads m, G, V, numbers of trained groups, how texts are parsed and scored; nothing else.
-ALGORITHM = SpellConfig(documents=(2,), memory=0, grounding_samples=0, verifier_share=1.0)
+ALGORITHM = SpellConfig(
+    questioner=QuestionerConfig(documents=(2,), memory=0, grounding_samples=0),
+    verifier=VerifierConfig(share=1.0),
+)
 
 
 class Config(NamedTuple):
@@ -82,7 +86,7 @@ class Host(NamedTuple):
         return [(PAPER_TASKS[n % len(PAPER_TASKS)], self.clusters[n]) for n in numbers]
 
     def question_prompts(self, first) -> PaddedPrompts:
-        m, texts = self.config.algorithm.documents[0], []
+        m, texts = self.config.algorithm.questioner.documents[0], []
         for b, (task, documents) in enumerate(self.clusters_of(first)):
             letter = LETTERS[b % len(LETTERS)]  # of the right option, if the task has options
             texts.append(TEXTS.questioner(task, documents[:m], (), letter))
@@ -108,7 +112,7 @@ class Host(NamedTuple):
     def score(self, first, key, proposals, answers, votes, answer_lengths, vote_lengths) -> Scores:
         """Compute all rewards. The lengths of prompts tell which answers and votes were sampled."""
         algorithm, scores = self.config.algorithm, empty_scores(self.config)
-        G, V, conflict = algorithm.group_size, scores.verifier.shape[1], algorithm.verifier_conflict
+        G, V, conflict = algorithm.group_size, scores.verifier.shape[1], algorithm.verifier.conflict
         is_eligible = functools.partial(selection.eligible_verifier_group, conflict=conflict)
         tasks, negatives, ballots = [task for task, _ in self.clusters_of(first)], [], {}
         verdicts = [parsing.parse_verdict(text) for text in self.read(votes)]
@@ -135,11 +139,11 @@ class Host(NamedTuple):
         algorithm, positives = self.config.algorithm, np.flatnonzero(scores.is_mixed).tolist()
         rngs = [np.random.default_rng([*key, role]) for role in (1, 2)]
         names = [tasks[b] for b in positives], [tasks[b] for b in negatives]
-        places = selection.questioner_negatives(*names, algorithm.negatives, rngs[0])
+        places = selection.questioner_negatives(*names, algorithm.questioner.negatives, rngs[0])
         scores.is_asked[[*positives, *(negatives[i] for i in places)]] = True
         majorities = [rewards.majority(ballot) for ballot in ballots.values()]
-        sizes = len(positives) * algorithm.group_size, algorithm.verifier_group_size
-        places = selection.verifier_groups(majorities, *sizes, algorithm.verifier_share, rngs[1])
+        sizes = len(positives) * algorithm.group_size, algorithm.verifier.group_size
+        places = selection.verifier_groups(majorities, *sizes, algorithm.verifier.share, rngs[1])
         scores.is_judged[[[*ballots][i] for i in places]] = True
 
     def questions(self, first, proposals: PaddedReplies) -> list[parsing.Parsed]:
@@ -174,7 +178,7 @@ def empty_prompts(R: int, role: str) -> PaddedPrompts:
 
 
 def empty_scores(c: Config) -> Scores:
-    B, G, V = c.clusters, c.algorithm.group_size, c.algorithm.verifier_group_size
+    B, G, V = c.clusters, c.algorithm.group_size, c.algorithm.verifier.group_size
     floats = [np.zeros(shape, np.float32) for shape in ((B,), (B, G), (B * G, V))]
     return Scores(*floats, *(np.zeros(size, bool) for size in (B, B, B * G)))
 
@@ -221,7 +225,7 @@ def make_step(c: Config, host: Host) -> tuple[update.UpdateFns, Any]:
     fns, everywhere = update.make_update_fns(spec, c.mesh), meshes.replicated(c.mesh)
     # Else the compiler may choose others for the new state, and the next call compiles again.
     shardings = jax.tree.map(lambda x: x.sharding, fns.abstract_state)
-    B, G, V = c.clusters, c.algorithm.group_size, c.algorithm.verifier_group_size
+    B, G, V = c.clusters, c.algorithm.group_size, c.algorithm.verifier.group_size
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, everywhere, everywhere))
     def step(state: update.TrainState, key: jax.Array):

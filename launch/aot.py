@@ -152,7 +152,7 @@ class RunPrograms:
         optimizer = build(OptimizerConfig, config.optimizer, "optimizer", total_steps=config.steps)
         self.config, self.policy, self.mesh = config, policy, mesh
         self.algorithm = registry.read_algorithm(config.algorithm, needs_judge=False)
-        self.group = config.algorithm.group_size
+        self.group = config.algorithm.get("group_size", 2)  # LongPO has pairs
         policy.check_length(length + sampling.max_tokens)
         # Without a shared prefix, each answer has a row of its own.
         answers = sampling.max_tokens * (1 if layout.shared_prefix == "none" else self.group)

@@ -413,7 +413,8 @@ def _remarks(checked: Checked, run: RunConfig) -> list[str]:
             f"sampler.slots = {sampling.slots}: becomes {slots}, the same number on each of "
             f"{checked.mesh.size} devices"
         )
-    group, (slots, _) = config.algorithm.group_size, shape.lanes[-1]
+    slots, _ = shape.lanes[-1]
+    group = config.algorithm.get("group_size", slots)  # LongPO has one answer after a prompt
     field = f"sampler.samples_per_prompt_batch = {sampling.samples_per_prompt_batch}"
     change = f"algorithm.group_size = {group} would"
     if group > slots:

@@ -157,7 +157,7 @@ class Phase(NamedTuple):
 
 def verdict_cap(config: Config) -> int:
     """Return the most tokens of a verdict."""
-    return config.algorithm.get("max_verdict_tokens", 0) or config.sampler.max_tokens
+    return config.algorithm.get("verifier", {}).get("max_tokens", 0) or config.sampler.max_tokens
 
 
 def workload(

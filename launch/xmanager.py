@@ -7,7 +7,7 @@
     python -m launch.xmanager --executor=vertex --accelerator=a100=8 --workdir=/gcs/BUCKET/sweep ...
 
 1. Each --sweep lists the values of one field, separated by commas. Commas inside brackets belong to
-   a value: --sweep=algorithm.documents=(2,),(2,3). The work units are the Cartesian product.
+   a value: --sweep=algorithm.questioner.documents=(2,),(2,3). The work units are the product.
    With --experiment, a table or figure of the papers (python -m launch.experiments), they are the
    runs of its rows, on models and data below the folder --inputs.
 2. A work unit is `python -m spell_jax.train` with plain --config.a.b=value flags and a workdir of
@@ -76,7 +76,7 @@ class WorkUnit(NamedTuple):
 
 
 def parse_sweep(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Parse ["seed=0,1", "algorithm.documents=(2,),(2,3)"] to field -> values as texts.
+    """Parse ["seed=0,1", "algorithm.questioner.documents=(2,),(2,3)"] to field -> values as texts.
 
     Raises ValueError if a text has another form, or if a field or a value occurs twice.
     """

@@ -37,6 +37,8 @@ from spell_jax.runtime.config import (
     check_choice,
     check_least,
     collect,
+    describe_move,
+    flat,
     naming,
     plain,
     section,
@@ -309,6 +311,21 @@ def default_config(algorithm: str = "spell") -> Config:
     return config.lock()
 
 
+def change_algorithm(config: Config, algorithm: str) -> None:
+    """Give a config another algorithm; fields that both algorithms have keep their values.
+
+    ValueError if there is no such algorithm.
+    """
+    if algorithm not in registry.ALGORITHMS:
+        raise ValueError(f"{algorithm}: must be one of {', '.join(registry.ALGORITHMS)}")
+    values = dict(flat(config.algorithm.to_dict())) | {"name": algorithm}
+    config.algorithm = default_config(algorithm).algorithm
+    present = dict(flat(config.algorithm.to_dict()))
+    config.algorithm.update_from_flattened_dict(
+        {field: value for field, value in values.items() if field in present}
+    )
+
+
 def default_supervised_config() -> Config:
     """Return the defaults of supervised tuning as a ConfigDict, for configs and flags to change."""
     return section(SupervisedConfig).lock()
@@ -456,8 +473,8 @@ def keep_dtypes(
     return dataclasses.replace(config, models=models)
 
 
-def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> None:
-    """Raise ValueError if a checkpoint has more steps than the config, or another seed."""
+def check_resumed(config: RunConfig | Config, step: int, saved: Mapping[str, Any]) -> None:
+    """Raise ValueError if a checkpoint has more steps, another seed, or names of an old version."""
     # Another seed would mix two orders of documents and two streams of random numbers in one run.
     if step > config.steps:
         raise ValueError(f"steps = {config.steps}: must be at least {step}, which are done")
@@ -465,6 +482,13 @@ def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> Non
         raise ValueError(
             f"seed = {config.seed}: must be {saved['seed']}, with which this run began"
         )
+    fields = to_dict(config) if isinstance(config, RunConfig) else config.to_dict()
+    present = dict(flat(fields))
+    for name, _ in flat(saved):
+        if name not in present and (moved := describe_move(name, present)):
+            raise ValueError(
+                f"{name}: {moved}; the run began with an older version, which can go on with it"
+            )
 
 
 def find_checkpoint(init_from: str) -> tuple[epath.Path, int | None]:

@@ -37,6 +37,7 @@ from spell_jax.policy.model import TINY_POLICY
 from spell_jax.reporting import run_report
 from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import mesh
+from spell_jax.runtime.config import flat
 from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler.engine import Sampler
 from spell_jax.selfplay import evidence, parsing, rules
@@ -75,7 +76,8 @@ def save_policy(
 
 def small_config(folder: str | pathlib.Path, **overrides) -> ConfigDict:
     """Return configs/tiny.py with a few small questions per step, and overrides by dotted name."""
-    config = tiny.get_config()
+    name = overrides.get("algorithm.name")
+    config = tiny.get_config(name if name in registry.ALGORITHMS else "spell")
     settings = {
         "steps": 3,
         "validate_every": 2,
@@ -94,13 +96,13 @@ def small_config(folder: str | pathlib.Path, **overrides) -> ConfigDict:
         "algorithm.generation_batch": 9,
         "algorithm.max_generations": 2,
         "algorithm.group_size": 4,
-        "algorithm.verifier_group_size": 3,
-        "algorithm.reader_samples": 4,
-        "algorithm.grounding_samples": 2,  # coins: one of two is right too often
-        "algorithm.grounding_threshold": 2,
-        "algorithm.documents": (1,),
-        "algorithm.balance_verdicts": False,
-        "algorithm.verifier_share": 2.0,
+        "algorithm.verifier.group_size": 3,
+        "algorithm.reader.samples": 4,
+        "algorithm.questioner.grounding_samples": 2,  # coins: one of two is right too often
+        "algorithm.questioner.grounding_threshold": 2,
+        "algorithm.questioner.documents": (1,),
+        "algorithm.verifier.balance": False,
+        "algorithm.verifier.share": 2.0,
         "sampler.max_prompt": 128,
         "sampler.page_size": 32,
         "sampler.kv_cache_tokens": 4096,
@@ -109,11 +111,13 @@ def small_config(folder: str | pathlib.Path, **overrides) -> ConfigDict:
         "sampler.prefill_tokens": 512,
         "sampler.decode_tokens": 4,
         "sampler.max_tokens": 6,
-        "algorithm.max_verdict_tokens": 3,
+        "algorithm.verifier.max_tokens": 3,
         "packing.buckets": ((160, 24),),
         "packing.token_budget": 640,
     }
-    return with_fields(config, settings | overrides)
+    present = dict(flat(config.to_dict()))
+    small = {n: v for n, v in settings.items() if n in present or not n.startswith("algorithm.")}
+    return with_fields(config, small | overrides)
 
 
 def with_fields(config: Any, fields: dict[str, Any]) -> Any:

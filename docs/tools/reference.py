@@ -49,8 +49,14 @@ def config_sections() -> dict[str, type]:
         section = type(field.default)
         if dataclasses.is_dataclass(section) and not issubclass(section, AlgorithmConfig):
             sections[f"config.{field.name}"] = section
+    parts: dict[type, tuple[str, list[str]]] = {}
     for name, spec in registry.ALGORITHMS.items():
         sections[f'config.algorithm, name = "{name}"'] = spec.config
+        for field in dataclasses.fields(spec.config):
+            if dataclasses.is_dataclass(field.default):
+                parts.setdefault(type(field.default), (field.name, []))[1].append(f'"{name}"')
+    for part, (field_name, names) in parts.items():
+        sections[f"config.algorithm.{field_name}, name = {', '.join(names)}"] = part
     sections["config.MODEL, a model besides the policy"] = config.ExtraModelConfig
     sections["config of spell_jax.sft"] = config.SupervisedConfig
     return sections

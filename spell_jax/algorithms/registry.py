@@ -32,13 +32,13 @@ from spell_jax.algorithms.rlvr.self_distillation import (
 )
 from spell_jax.algorithms.spell import dry as spell_dry
 from spell_jax.algorithms.spell.algorithm import Spell
-from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.config import QuestionsConfig, SpellConfig
 from spell_jax.algorithms.spell.evaluation import RoleExams, evaluate_questions, evaluate_tiny_world
 from spell_jax.data.config import DataConfig, is_generated
 from spell_jax.data.questions import Question
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.runtime import hooks
-from spell_jax.runtime.config import build
+from spell_jax.runtime.config import build, flat
 from spell_jax.selfplay.given_questions import read_scorable
 
 
@@ -58,6 +58,7 @@ class AlgorithmSpec:
         answers (loss.distillation_weight).
       write_replies: function from the config and a prompt to what the models write in a dry run
         (dry.py); None: launch.plan --time cannot run the algorithm.
+      example: a config file of the algorithm, with its argument.
     """
 
     config: type[AlgorithmConfig]
@@ -67,6 +68,7 @@ class AlgorithmSpec:
     has_pairs: bool = False
     teacher: str = "never"
     write_replies: Callable[[Any, DryCall], DryReplies] | None = None
+    example: str = ""
 
 
 def read_algorithm(section: Mapping[str, Any], needs_judge: bool = True) -> AlgorithmConfig:
@@ -77,11 +79,30 @@ def read_algorithm(section: Mapping[str, Any], needs_judge: bool = True) -> Algo
     name = section.get("name", "")
     if name not in ALGORITHMS:
         raise ValueError(f"algorithm.name = {name!r}: must be one of {tuple(ALGORITHMS)}")
+    _check_fields(name, section)
     algorithm = build(ALGORITHMS[name].config, section, "algorithm")
     if needs_judge:
         algorithm.check_judge()
     find_evaluation(algorithm)
     return algorithm
+
+
+def _check_fields(name: str, section: Mapping[str, Any]) -> None:
+    """Raise ValueError if the section has the fields of another algorithm than `name`."""
+    fields = {algorithm: _field_names(spec.config()) for algorithm, spec in ALGORITHMS.items()}
+    present = {field for field, _ in flat(section)}
+    if present <= fields[name]:
+        return
+    for owner in ALGORITHMS:
+        if present <= fields[owner]:
+            raise ValueError(
+                f"algorithm.name = {name!r}: must be {owner!r}, whose fields the config has; take "
+                f"another config for {name!r}, such as {ALGORITHMS[name].example or 'your own'}"
+            )
+
+
+def _field_names(config: AlgorithmConfig) -> set[str]:
+    return {field for field, _ in flat(dataclasses.asdict(config))}
 
 
 def find_evaluation(config: AlgorithmConfig) -> MakeEvaluation:
@@ -122,7 +143,7 @@ def objective_conflicts(config: AlgorithmConfig, loss: LossConfig) -> Iterator[s
 
 
 def _evaluate_spell(
-    config: SpellConfig, context: AlgorithmContext, data: DataConfig
+    config: QuestionsConfig, context: AlgorithmContext, data: DataConfig
 ) -> Evaluation | None:
     exams = RoleExams(config, context)
     # The tiny world has an oracle, which also judges questions that a model wrote. With given
@@ -156,15 +177,25 @@ def _read_validation(config: AlgorithmConfig, data: DataConfig) -> tuple[Questio
 
 def _on_static_questions(config: type[AlgorithmConfig], make: Any, **fields: Any) -> AlgorithmSpec:
     """Make the entry of an algorithm that answers given questions, or questions written once."""
-    inputs = "clusters", "questions"
     return AlgorithmSpec(
-        config, make, _evaluate_spell, inputs, write_replies=spell_dry.write_replies, **fields
+        config,
+        make,
+        _evaluate_spell,
+        ("clusters", "questions"),
+        write_replies=spell_dry.write_replies,
+        example=f"configs/tiny.py:{config().name}",
+        **fields,
     )
 
 
 ALGORITHMS: dict[str, AlgorithmSpec] = {
     "spell": AlgorithmSpec(
-        SpellConfig, Spell, _evaluate_spell, teacher="may", write_replies=spell_dry.write_replies
+        SpellConfig,
+        Spell,
+        _evaluate_spell,
+        teacher="may",
+        write_replies=spell_dry.write_replies,
+        example="configs/tiny.py",
     ),
     "rlvr": _on_static_questions(RlvrConfig, make_rlvr, teacher="may"),
     "qwenlong_l1": _on_static_questions(QwenLongConfig, make_qwenlong, teacher="may"),
@@ -178,6 +209,7 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
         Reconstruction,
         _evaluate_reconstruction,
         write_replies=reconstruction_dry.write_replies,
+        example="configs/tiny_reconstruction.py",
     ),
     "eapo": AlgorithmSpec(
         EapoConfig,
@@ -185,5 +217,6 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
         _evaluate_eapo,
         ("questions",),
         write_replies=eapo_dry.write_replies,
+        example="configs/tiny_eapo.py",
     ),
 }

@@ -89,9 +89,9 @@ class RowConfig:
       documents_shown: most documents of a questioner row without history.
       history_share: share of questioner rows with one or two earlier questions.
       computed: financial_math answers need not be stated in the documents.
-      answer_first: whether questioner rows state the answer, as algorithm.answer_first does.
+      answer_first: whether questioner rows state the answer (algorithm.questioner.answer_first).
       numbered: documents of a responder row have numbers, and its answer begins with the number of
-        the question's own document, as algorithm.document_share rewards.
+        the question's own document, as algorithm.responder.document_share rewards.
       thoughts: whether questioners and responders first quote the evidence in a thought. Answers
         in JSON then begin with a space, which gives them the same tokens as in the documents.
       seed: seed of all choices.

@@ -24,6 +24,8 @@ from spell_jax.runtime import urls
 T = TypeVar("T")
 Config = Any  # an ml_collections.ConfigDict: its fields have no static types
 _UNIONS = (typing.Union, types.UnionType)
+# Old name of a field -> its name, both dotted; the module that declares the field adds its names.
+MOVED_FIELDS: dict[str, str] = {}
 DERIVED = {"derived": True}  # metadata of a field that is computed, not configured
 # jax holds whole numbers in 32 bits and drops higher bits of a seed without a word: seeds 0 and
 # 2**32 would give equal runs.
@@ -169,7 +171,9 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
     values = dict(section.items())
     for name in values:
         if name not in fields:
-            raise ValueError(f"{before}{name}: no such field, must be one of {sorted(fields)}")
+            hint = describe_move(f"{before}{name}", [f"{before}{field}" for field in fields])
+            hint = hint or f"no such field, must be one of {sorted(fields)}"
+            raise ValueError(f"{before}{name}: {hint}")
     for name, value in values.items():
         values[name] = _coerce(value, hints[name], f"{before}{name}")
     for name, field in fields.items():
@@ -186,6 +190,19 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
         if usual == where:
             raise
         raise ValueError(str(error).replace(f"{usual}.", f"{where}.")) from error
+
+
+def describe_move(name: str, present: Collection[str]) -> str:
+    """Return where a field is now, by its old dotted name; "" if it did not move.
+
+    `present` are dotted names of the config's fields or sections.
+    """
+    moved = MOVED_FIELDS.get(name)
+    if not moved:
+        return ""
+    # Another algorithm may have the field, or only some fields of its section.
+    is_there = moved in present or moved.rpartition(".")[0] in present
+    return f"now {moved}" if is_there else "no such field of this algorithm"
 
 
 def check_least(fields: Any, where: str, **least: float) -> None:

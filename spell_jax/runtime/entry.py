@@ -26,7 +26,13 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from spell_jax.runtime import terminal, urls
-from spell_jax.runtime.config import ConfigError, check_width, flat
+from spell_jax.runtime.config import (
+    MOVED_FIELDS,
+    ConfigError,
+    check_width,
+    describe_move,
+    flat,
+)
 from spell_jax.runtime.files import durable, paths
 from spell_jax.runtime.files.remote import FetchError
 from spell_jax.runtime.hosts import sigterm
@@ -238,6 +244,8 @@ def parse_flags(
         # A frame of the config file itself means that its code raised the error: a bug, not a flag.
         names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         if names & {"get_config", "<module>"}:
+            if moved := _moved_field(error):
+                raise ValueError(moved) from error
             raise
         raise ValueError(_no_such_field(error, argv)) from error
 
@@ -270,6 +278,13 @@ def _no_such_config(argv: Sequence[str]) -> str:
     return f"--config = {value!r}: no such file; {hint}must be a file or one of {', '.join(names)}"
 
 
+def _moved_field(error: Exception) -> str:
+    """Return where a field is now that a config file sets by its old name; else ""."""
+    key = re.match(r"\W*Key \W*(\w+)\W* does not exist", str(error))
+    names = [name for name in MOVED_FIELDS if key and name.rpartition(".")[2] == key[1]]
+    return f"{names[0]}: now {MOVED_FIELDS[names[0]]}" if names else ""
+
+
 def _no_such_field(error: Exception, argv: Sequence[str]) -> str:
     """Return a misspelled field's flag, with ml_collections' "did you mean" if there is one."""
     inner: Any = error
@@ -282,23 +297,30 @@ def _no_such_field(error: Exception, argv: Sequence[str]) -> str:
         field = flag.removeprefix("--config.")
         # ml_collections names the field alone, or the whole path below a number.
         if key in flag.split(".")[1:] or key.endswith(f": {field}"):
-            hint = hint or _nearest_field(field, argv)
+            fields = _load_fields(argv)
+            if moved := describe_move(field, fields):
+                return f"{flag}: {moved}"
+            hint = hint or _nearest_field(field, fields)
             return f"{flag}: no such field" + (f". {hint}" if hint else "")
     return f"--config: {key} {hint}".strip()
 
 
-def _nearest_field(name: str, argv: Sequence[str]) -> str:
-    """Suggest the config's fields with the last part of `name`, else a field like `name`.
-
-    A section without a like field is listed.
-    """
+def _load_fields(argv: Sequence[str]) -> list[str]:
+    """Return the dotted names of the fields of the config that argv names."""
     config = [argument for argument in argv if argument.startswith("--config=")]
     # The config without its overrides, in flags of its own: the overrides hold the mistake.
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=["", *config])
     values(["", *config])
     loaded: Any = values["config"].value
-    fields = [field for field, _ in flat(loaded.to_dict())]
+    return [field for field, _ in flat(loaded.to_dict())]
+
+
+def _nearest_field(name: str, fields: Sequence[str]) -> str:
+    """Suggest the fields with the last part of `name`, else a field like `name`.
+
+    A section without a like field is listed.
+    """
     section, _, last = name.rpartition(".")
     matches = [field for field in fields if field.endswith(f".{last}")]
     siblings = [

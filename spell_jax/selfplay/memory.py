@@ -13,7 +13,7 @@ class Entry:
 
     Attributes:
       documents: indices, in the cluster, of the new documents, or of all documents shown to the
-        questioner (SpellConfig.memory_documents).
+        questioner (QuestionerConfig.memory_documents).
       question: text of the question.
       answer: reference answer.
     """

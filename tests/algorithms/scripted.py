@@ -6,11 +6,12 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from spell_jax.algorithms.base import Algorithm, AlgorithmContext, make_record
+from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode
@@ -19,8 +20,10 @@ from spell_jax.data.samples import Sample
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.rollout.replies import AskModels, Prompt, Replies, Reply, make_reply
+from spell_jax.runtime.config import build
 from spell_jax.selfplay import prompts
 
+AnyConfig = TypeVar("AnyConfig", bound=AlgorithmConfig)
 PROMPTS = prompts.load("compact")
 LONG = "word " * 41
 CUT = "…"  # in a scripted text that the token cap cut off
@@ -284,17 +287,33 @@ SMALL = {
     "questions": 6,
     "max_generations": 1,
     "group_size": 4,
-    "verifier_group_size": 4,
-    "documents": (2,),
-    "verifier_share": 0.25,
+    "verifier__group_size": 4,
+    "questioner__documents": (2,),
+    "verifier__share": 0.25,
 }
+
+
+def make_config(cls: type[AnyConfig], **fields: Any) -> AnyConfig:
+    """Make an algorithm's config; `section__field` is a field of a section."""
+    sections: dict[str, Any] = {}
+    for name, value in fields.items():
+        section, _, field = name.rpartition("__")
+        (sections.setdefault(section, {}) if section else sections)[field] = value
+    return build(cls, sections, "algorithm")
+
+
+def make_small_config(cls: type[AnyConfig], **fields: Any) -> AnyConfig:
+    """Make a config with the fields of SMALL that the algorithm has."""
+    present = cls()
+    small = {name: v for name, v in SMALL.items() if hasattr(present, name.partition("__")[0])}
+    return make_config(cls, **(small | fields))
 
 
 def make_algorithm(rows: Sequence[Row], *, cluster: int = 3, cap: int = 10_000, **options) -> Spell:
     """Make an algorithm of one round over all rows, with `cluster` documents per cluster."""
     judge = options.pop("judge", None)
     deck: Any = options.pop("stream", None) or Deck(rows, cluster)
-    config = SpellConfig(**(SMALL | {"generation_batch": len(rows)} | options))
+    config = make_small_config(SpellConfig, **({"generation_batch": len(rows)} | options))
     return Spell(config, make_context(deal=lambda _: deck, prompt_cap=cap, judge=judge))
 
 
@@ -361,7 +380,7 @@ class Rollout:
     """Results of a step that tests compare, by name."""
 
     def __init__(self, rows=ROWS, step: int = 1, script: Script | None = None, **options: Any):
-        self.algorithm = make_algorithm(rows, **({"verifier_share": 1.0} | options))
+        self.algorithm = make_algorithm(rows, **({"verifier__share": 1.0} | options))
         script = script or Script(rows, verdicts=VERDICTS)
         self.ask = ScriptedModels(script, self.algorithm.config.truncated)
         self.episodes: list[SpellEpisode] = roll_out(self.algorithm, self.ask, step)

@@ -183,10 +183,10 @@ def test_flags_override_any_field_of_a_locked_config(read_flags):
     config = read_flags(
         tiny_file,
         "--config.algorithm.group_size=4",
-        "--config.algorithm.documents=(2,3)",
+        "--config.algorithm.questioner.documents=(2,3)",
         "--config.policy.folder=runs/x",
     )
-    assert (config.algorithm.group_size, config.algorithm.documents) == (4, (2, 3))
+    assert (config.algorithm.group_size, config.algorithm.questioner.documents) == (4, (2, 3))
     assert config.policy.folder == "runs/x" and config.is_locked
     with pytest.raises(AttributeError, match="group_sice"):
         read_flags(tiny_file, "--config.algorithm.group_sice=4")
@@ -330,7 +330,7 @@ def test_demonstrations_fit_the_demos_token_caps():
         if row.role == "reciter":
             continue  # no role of the algorithm
         if row.role == "verifier":
-            cap = config.algorithm.max_verdict_tokens
+            cap = config.algorithm.verifier.max_tokens
         assert tokenizer.count(row.completion) + 1 <= cap, row
         assert len(tokenizer.chat(row.prompt)) <= config.sampler.max_prompt
 
@@ -354,13 +354,13 @@ def test_demonstrations_fit_the_demos_token_caps():
         ),
         (
             "tiny",
-            {"algorithm.vocabulary_dropout": 0.1, "loss.support": "sampled"},
-            r"algorithm\.vocabulary_dropout = 0\.1: must be 0 for loss\.support = 'sampled'",
+            {"algorithm.questioner.vocabulary_dropout": 0.1, "loss.support": "sampled"},
+            r"\.vocabulary_dropout = 0\.1: must be 0 for loss\.support = 'sampled'",
         ),
         (
             "tiny",
-            {"algorithm.max_verdict_tokens": 49},
-            r"algorithm\.max_verdict_tokens = 49: must not be above sampler\.max_tokens = 48",
+            {"algorithm.verifier.max_tokens": 49},
+            r"algorithm\.verifier\.max_tokens = 49: must not be above sampler\.max_tokens = 48",
         ),
         (
             "longpo",
@@ -377,38 +377,41 @@ def test_loss_must_fit_algorithm_and_sampler(name, fields, message):
 
 # ---------------------------------------------------------------------------------------- Ablations
 
-PAPER = {"algorithm.reference_source": "questioner"}
-STATIC = {"algorithm": default_config("rlvr").algorithm, "algorithm.static_questions": 12}
+PAPER = {"algorithm.reader.source": "questioner"}
+STATIC = {"algorithm.name": "rlvr", "algorithm.static_questions": 12}
 ABLATIONS = {
     "the demo": {},
     "the paper's recipe": PAPER,
-    "no memory": PAPER | {"algorithm.memory": 0},
-    "frozen questioner": PAPER | {"algorithm.train_questioner": False},
-    "frozen questioner, frozen reader": {"algorithm.train_questioner": False},
-    "no format penalty": PAPER | {"algorithm.format_penalty": False},
-    "no grounding filter": PAPER | {"algorithm.grounding_samples": 0},
-    "no verifier": PAPER | {"algorithm.responder_reward": "rule"},
-    "frozen verifier": PAPER | {"algorithm.train_verifier": False},
-    "single verdict": PAPER | {"algorithm.verifier_group_size": 1},
-    "no consistency gate": PAPER | {"algorithm.consistency_gate": False},
-    "azr": PAPER | {"algorithm.mapping": "azr"},
-    "r_zero": PAPER | {"algorithm.mapping": "r_zero"},
-    "progress on probes": PAPER | {"algorithm.mapping": "progress"},
-    "narrow": PAPER | {"algorithm.sigma": 0.5 / 6},
-    "wide": PAPER | {"algorithm.sigma": 0.5 / 2},
-    "G = 4": PAPER | {"algorithm.group_size": 4, "algorithm.verifier_group_size": 4},
-    "G = 16": PAPER | {"algorithm.group_size": 16, "algorithm.verifier_group_size": 16},
+    "no memory": PAPER | {"algorithm.questioner.memory": 0},
+    "frozen questioner": PAPER | {"algorithm.questioner.train": False},
+    "frozen questioner, frozen reader": {"algorithm.questioner.train": False},
+    "no format penalty": PAPER | {"algorithm.questioner.format_penalty": False},
+    "no grounding filter": PAPER | {"algorithm.questioner.grounding_samples": 0},
+    "no verifier": PAPER | {"algorithm.responder.reward": "rule"},
+    "frozen verifier": PAPER | {"algorithm.verifier.train": False},
+    "single verdict": PAPER | {"algorithm.verifier.group_size": 1},
+    "no consistency gate": PAPER | {"algorithm.verifier.consistency_gate": False},
+    "azr": PAPER | {"algorithm.questioner.mapping": "azr"},
+    "r_zero": PAPER | {"algorithm.questioner.mapping": "r_zero"},
+    "progress on probes": PAPER | {"algorithm.questioner.mapping": "progress"},
+    "narrow": PAPER | {"algorithm.questioner.sigma": 0.5 / 6},
+    "wide": PAPER | {"algorithm.questioner.sigma": 0.5 / 2},
+    "G = 4": PAPER | {"algorithm.group_size": 4, "algorithm.verifier.group_size": 4},
+    "G = 16": PAPER | {"algorithm.group_size": 16, "algorithm.verifier.group_size": 16},
     "memory of the public code": PAPER
-    | {"algorithm.memory_documents": "shown", "algorithm.memory_solved": True},
-    "normalized over the batch": PAPER | {"algorithm.questioner_normalization": "batch"},
-    "random rewards": PAPER | {"algorithm.responder_reward": "random"},
+    | {
+        "algorithm.questioner.memory_documents": "shown",
+        "algorithm.questioner.memory_solved": True,
+    },
+    "normalized over the batch": PAPER | {"algorithm.questioner.normalization": "batch"},
+    "random rewards": PAPER | {"algorithm.responder.reward": "random"},
     "an external judge": PAPER
     | {
         "algorithm.rule": "judge",
         "algorithm.judge_url": "http://localhost:1/v1",
         "algorithm.judge_model": "m",
     },
-    "static questions": PAPER | STATIC | {"algorithm.responder_reward": "rule"},
+    "static questions": PAPER | STATIC | {"algorithm.responder.reward": "rule"},
     "static questions, frozen reader": STATIC,
 }
 
@@ -440,7 +443,7 @@ def test_ablation_runs_a_step(name, monkeypatch):
     kind = StaticAlgorithm if config.algorithm.name == "rlvr" else Spell
     assert isinstance(algorithm, kind) and evaluation
     assert algorithm.model_names == (
-        ("reference_reader",) if config.algorithm.reference_source == "frozen_reader" else ()
+        ("reference_reader",) if config.algorithm.reader.source == "frozen_reader" else ()
     )
     ask = ScriptedModels(wavering)
     episodes = algorithm.rollout(ask, (0, 1), 1)
@@ -451,11 +454,11 @@ def test_ablation_runs_a_step(name, monkeypatch):
         len(g.samples) == config.algorithm.group_size for g in groups if g.name == "responder"
     )
     assert ("questioner" in roles) == (
-        config.algorithm.train_questioner and config.algorithm.name == "spell"
+        config.algorithm.name == "spell" and config.algorithm.questioner.train
     )
     called_roles = {call.role for call in ask.calls}
     assert ("verifier" in called_roles) == (
-        config.algorithm.responder_reward not in ("rule", "random")
+        config.algorithm.responder.reward not in ("rule", "random")
     )
     assert any(call.model == "reference_reader" for call in ask.calls) == bool(
         algorithm.model_names

@@ -23,7 +23,7 @@ CONFIGS = {
     "default": dict(flat(plain(default_config()))),
 }
 TEXT = {
-    name.removeprefix("algorithm."): value
+    name.removeprefix("algorithm.").replace(".", "__"): value
     for name, value in CONFIGS["text"].items()
     if name.startswith("algorithm.") and value != CONFIGS["default"][name]
 }
@@ -38,7 +38,7 @@ def rows_of_the_page() -> list[list[str]]:
 
 def compared_fields() -> dict[str, list[Any]]:
     """Return the page's values of each field: the text's, the code's, the default."""
-    fields = [row for row in rows_of_the_page() if re.fullmatch(r"`\w+\.\w+`", row[0])]
+    fields = [row for row in rows_of_the_page() if re.fullmatch(r"`\w+(\.\w+)+`", row[0])]
     return {
         name.strip("`"): [ast.literal_eval(re.findall("^`(.+?)`", cell)[0]) for cell in cells]
         for name, *cells in fields
@@ -57,8 +57,8 @@ def test_page_has_every_field_in_which_the_configs_differ() -> None:
     }
     fields = compared_fields()
     assert len(fields) == 17 and differing <= fields.keys()
-    # Equal in all three: the text is read in one of two ways (SpellConfig.verifier_share).
-    assert fields.keys() - differing == {"algorithm.verifier_share"}
+    # Equal in all three: the text is read in one of two ways (VerifierConfig.share).
+    assert fields.keys() - differing == {"algorithm.verifier.share"}
 
 
 def test_every_value_of_the_text_has_its_place_in_the_paper() -> None:
@@ -70,11 +70,15 @@ def test_every_value_of_the_text_has_its_place_in_the_paper() -> None:
 def test_values_that_text_and_code_share_are_section_4_1s(model: str) -> None:
     for config in (paper.get_config(model), paper_code.get_config(model)):
         assert (config.sampler.temperature, config.sampler.top_p) == (0.7, 0.95)
-        assert config.sampler.max_tokens == 4096 and config.algorithm.max_verdict_tokens == 0
+        assert config.sampler.max_tokens == 4096 and config.algorithm.verifier.max_tokens == 0
         algorithm = config.algorithm
-        assert (algorithm.group_size, algorithm.verifier_group_size) == (8, 8)
-        assert (algorithm.questions, algorithm.memory, algorithm.documents) == (128, 3, (5,))
-        assert (algorithm.mu, algorithm.sigma) == (0.5, 0.5 / 3)
+        assert (algorithm.group_size, algorithm.verifier.group_size) == (8, 8)
+        assert (
+            algorithm.questions,
+            algorithm.questioner.memory,
+            algorithm.questioner.documents,
+        ) == (128, 3, (5,))
+        assert (algorithm.questioner.mu, algorithm.questioner.sigma) == (0.5, 0.5 / 3)
         assert (config.optimizer.learning_rate, config.optimizer.schedule) == (2e-6, "constant")
         assert (config.loss.kl_weight, config.minibatches) == (0, 1)
 
@@ -86,8 +90,11 @@ def test_rlvr_divides_by_the_deviation_of_the_text() -> None:
 def test_the_demo_keeps_the_defaults_that_depart_from_the_text() -> None:
     """Its numbers on the pages were measured with these."""
     algorithm, data = tiny.get_config().algorithm, tiny.get_config().data
-    assert (algorithm.deviation, algorithm.negatives_by_task) == ("sample", True)
-    assert (algorithm.malformed_penalty, algorithm.decline_penalty) == (True, False)
+    assert (algorithm.deviation, algorithm.questioner.negatives_by_task) == ("sample", True)
+    assert (algorithm.verifier.malformed_penalty, algorithm.questioner.decline_penalty) == (
+        True,
+        False,
+    )
     assert data.task_choice == "shares"
 
 
@@ -112,7 +119,7 @@ def test_every_error_of_format_earns_minus_one() -> None:
     assert [rollout.of(at).reward for at in range(6, 12)] == [-1.0] * 6
     # As many negatives as positives: all six, of which the code's choices train on two.
     assert len(rollout.groups["questioner"]) == 12
-    code = {name: CONFIGS["code"][f"algorithm.{name}"] for name in TEXT}
+    code = {name: CONFIGS["code"][f"algorithm.{name.replace('__', '.')}"] for name in TEXT}
     assert len(Rollout(rows, **code).groups["questioner"]) == 6 + 1
     # Eq. 9: six rewards of 1 (half of the answers are right) and six of -1: mean 0, deviation 1.
     advantages = [read(group)[2][0] for group in rollout.groups["questioner"]]
@@ -123,7 +130,7 @@ def test_malformed_votes_earn_nothing_and_deviations_are_plain() -> None:
     """Eq. 5 and 8: votes yes, yes, yes, no, ? earn 1, 1, 1, 0, 0: mean 3/5, variance 6/25."""
     rows = [Row(QA, "ok", 0, 1, 1, 0)]
     script = Script(rows, verdicts={0: ("[[YES]]", "[[YES]]", "[[YES]]", "[[NO]]", "?")})
-    rollout = of_text(rows, script, verifier_group_size=5, verifier_share=9.0)
+    rollout = of_text(rows, script, verifier__group_size=5, verifier__share=9.0)
     assert rollout.of(0).votes[0] == (1, 1, 1, 0, -1)
     high, low = 2 / math.sqrt(6), -3 / math.sqrt(6)
     expected_advantages = [high] * 3 + [low] * 2
@@ -148,4 +155,4 @@ def test_negatives_may_be_of_tasks_without_positives() -> None:
     trained = [written[read(group)[1][0]] for group in of_text(rows).groups["questioner"]]
     assert Counter(e.task for e in trained) == {QA: 3, MATH: 3}
     assert len({number(e) for e in trained}) == 6
-    assert len(of_text(rows, negatives_by_task=True).groups["questioner"]) == 3
+    assert len(of_text(rows, questioner__negatives_by_task=True).groups["questioner"]) == 3

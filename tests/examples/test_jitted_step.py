@@ -58,7 +58,9 @@ def run_example(**sizes: int) -> tuple[Config, list[Step]]:
     """Run steps of the example from the shipped policy, on one device or on a mesh."""
     mesh = meshes.make_mesh(sizes or {"fsdp": 1}, None if sizes else jax.devices()[:1])
     policy_and_tokenizer = weights.read_config_and_tokenizer(TINY_POLICY)
-    algorithm = replace(jitted_step.ALGORITHM, group_size=4, verifier_group_size=4)
+    algorithm = jitted_step.ALGORITHM
+    verifier = replace(algorithm.verifier, group_size=4)
+    algorithm = replace(algorithm, group_size=4, verifier=verifier)
     c = Config(*policy_and_tokenizer, mesh, 16, OPTIMIZER, algorithm)
     clusters = tiny_world.make_clusters(SEED, STEPS * c.clusters, (8,))
     host = Host(c, [cluster.documents for cluster in clusters])

@@ -175,13 +175,13 @@ def test_resident_memory_excludes_program_arguments():
     assert by_name["apply"] == 0
     with_reader = {
         program.name: program.resident
-        for program in make(**{"algorithm.reference_source": "frozen_reader"}).select("all")
+        for program in make(**{"algorithm.reader.source": "frozen_reader"}).select("all")
     }
     extra_copies = {name: (with_reader[name] - by_name[name]) // copy for name in by_name}
     assert extra_copies == dict.fromkeys(by_name, 1)
     programs = make()
     with programs.config.unlocked():  # an algorithm with given references
-        del programs.config.algorithm.reference_source
+        del programs.config.algorithm.reader.source
     assert {program.name: program.resident for program in programs.select("all")} == by_name
     adapted = make(dataclasses.replace(tiny.POLICY, lora=LoraConfig(2)))
     trained, frozen = lora.split(adapted.policy, adapted.rollout_params)

@@ -34,6 +34,7 @@ from spell_jax.runtime.config import plain
 from spell_jax.runtime.files.checkpoint import Checkpoints
 from spell_jax.sampler.config import SamplerConfig
 from tests import noise, tiny
+from tests.algorithms.scripted import make_config
 from tests.configs.test_configs import NAMES, has_algorithm, load
 from tests.paths import ROOT
 
@@ -343,7 +344,7 @@ def test_all_mistakes_of_a_section_are_reported() -> None:
     for fields in (
         {"sampler.page_size": 0, "sampler.cache_dtype": "x", "sampler.top_p": 3.0},
         {"sampler.no_such": 1, "sampler.slots": 0},
-        {"algorithm.group_size": 1, "algorithm.sigma": -1.0, "algorithm.no_such": 2},
+        {"algorithm.group_size": 1, "algorithm.questioner.sigma": -1.0, "algorithm.no_such": 2},
         {"data.source": "no/such", "data.held_out": 2.0, "data.tasks": ()},
         {"steps": 0, "staleness": 1, "checkpoint_every": 0},
         {"packing.token_budget": 1, "packing.shared_prefix": "x"},
@@ -542,7 +543,9 @@ def test_answer_counts_of_one_step_of_the_default_config() -> None:
     counts = packing.count_answers(groups)
     assert counts == {"responder": 1024, "questioner": 256, "verifier": 128}
     assert {group.tokens for group in groups} == {18_000 + 8 * 4096, 18_000 + 4096}
-    frozen = SpellConfig(train_verifier=False, train_questioner=False, grounding_samples=0)
+    frozen = make_config(
+        SpellConfig, verifier__train=False, questioner__train=False, questioner__grounding_samples=0
+    )
     groups = check.longest_groups(frozen, SamplerConfig())
     assert packing.count_answers(groups) == {"responder": 1024}
 

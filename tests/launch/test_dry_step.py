@@ -37,8 +37,8 @@ class SamplerSizes:
 
 def _step(name: str, work: Workload = WORK, **fields: Any) -> DryStep:
     config = default_config(name)
-    rounds = {"algorithm.generation_batch": 16, "algorithm.questions": 8}
-    rounds = {} if name == "reconstruction" or name == "eapo" else rounds
+    rounds = {"algorithm.generation_batch": 16} if "questioner" in config.algorithm else {}
+    rounds |= {"algorithm.questions": 8} if "responder" in config.algorithm else {}
     noise.with_fields(config, rounds | FIELDS[name] | fields)
     mesh: Any = topologies.abstract_mesh(topologies.find("v5e-4"), {"fsdp": 4})
     sampler = SamplerSizes(SAMPLING, SAMPLING.shape(mesh), meshes.row_shards(mesh))
@@ -62,7 +62,7 @@ def test_every_algorithm_samples_and_trains(name: str) -> None:
 
 
 def test_spell_asks_all_of_its_roles() -> None:
-    step = _step("spell", **{"algorithm.reference_source": "frozen_reader"})
+    step = _step("spell", **{"algorithm.reader.source": "frozen_reader"})
     requests = {name: counts.requests for name, counts in step.counts_by_agent.items()}
     # 16 proposals with an answer without documents each; half of the questions are answered.
     expected = {"questioner": 16, "responder": 24, "reference_reader": 8, "verifier": 64}

@@ -265,7 +265,8 @@ def test_verifier_without_majority_voting_votes_once_and_is_not_trained():
     (verdicts,) = (budget for budget in algorithm.budgets() if budget.role == "verifier")
     assert (verdicts.replies, verdicts.trained) == (1, 0)
     full = build(SpellConfig, paper.get_config().algorithm, "algorithm")
-    assert algorithm == dataclasses.replace(full, verifier_group_size=1, train_verifier=False)
+    verifier = dataclasses.replace(full.verifier, group_size=1, train=False)
+    assert algorithm == dataclasses.replace(full, verifier=verifier)
 
 
 def test_epochs_of_the_baselines_are_on_the_page():
@@ -288,7 +289,7 @@ def test_epochs_of_the_baselines_are_on_the_page():
         warm_up = f", {optimizer.warmup_steps} warm-up steps" if optimizer.warmup_steps else ""
         rmsprop = ", RMSprop" if optimizer.name == "rmsprop" else ""
         assert schedule == optimizer.schedule + warm_up + rmsprop
-        if config.algorithm.max_generations == 1:  # a step's questions are all trained on
+        if "questions" not in config.algorithm:  # a step trains on all of its questions
             assert config.steps * batch == pytest.approx(rlvr.QUESTIONS, abs=batch - 1)
         else:
             trained = config.steps * config.algorithm.questions / rlvr.QUESTIONS
@@ -373,7 +374,7 @@ def test_experiment_units_have_the_flags_of_their_runs():
         "--workdir=w/spell-sigma-6",
         "--config.policy.folder=/gcs/b/models/Qwen2.5-7B-Instruct",
         "--config.data.source=/gcs/b/data/clusters",
-        "--config.algorithm.sigma=0.08333333333333333",
+        "--config.algorithm.questioner.sigma=0.08333333333333333",
         "--config.seed=1",
     )
 
@@ -388,8 +389,8 @@ def test_experiment_units_have_the_flags_of_their_runs():
         ({}, [], r"config = None: must be a config file, or give an experiment"),
         (
             {"experiment": "spell-table-3"},
-            ["--config.algorithm.sigma=0.1"],
-            r"--config\.algorithm\.sigma=0\.1: .*algorithm\.sigma is set by spell-sigma-6",
+            ["--config.algorithm.questioner.sigma=0.1"],
+            r"--config\.algorithm\.questioner\.sigma=0\.1: .*sigma is set by spell-sigma-6",
         ),
         (
             {"experiment": "spell-table-3"},

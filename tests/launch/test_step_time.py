@@ -101,7 +101,7 @@ def test_more_chips_take_fewer_seconds_and_faster_ones_too() -> None:
 def test_questions_about_a_cluster_share_prefill_and_update() -> None:
     """A pool that holds all prompts; each four questions have the same documents."""
     fields = {"sampler.kv_cache_tokens": 2**20, "mesh.fsdp": 1, "mesh.context": -1}
-    sharing = {"algorithm.questions_per_cluster": 4}
+    sharing = {"algorithm.questioner.questions_per_cluster": 4}
     one_question, four_questions = (
         _phases("v5e-16", **fields),
         _phases("v5e-16", **fields, **sharing),
@@ -116,7 +116,7 @@ def test_extra_passes_are_rows_of_the_table() -> None:
     phases = _phases("v5e-16", **{"loss.old_logprobs": "recompute", "loss.kl_weight": 0.1})
     passes = phases["old logprobs"].seconds, phases["reference logprobs"].seconds
     assert passes[0] == passes[1] and passes[0].total < phases["update"].seconds.total / 2
-    reader = _phases("v5e-16", **{"algorithm.reference_source": "frozen_reader"})
+    reader = _phases("v5e-16", **{"algorithm.reader.source": "frozen_reader"})
     assert reader["reference_reader: prefill"].seconds.total > 0
 
 
@@ -172,7 +172,7 @@ def test_documented_seconds_are_within_15_percent_of_the_model(row: list[str]) -
     fields |= {"sampler.decode_tokens": 64}
     for questions, cell in zip((1, 4), cells, strict=False):
         phases = _phases(
-            topology, 16_384, **fields, **{"algorithm.questions_per_cluster": questions}
+            topology, 16_384, **fields, **{"algorithm.questioner.questions_per_cluster": questions}
         )
         total = sum(phase.seconds.total for phase in phases.values())
         # The page has the seconds of an earlier commit, whose schedule was written by hand.

@@ -33,12 +33,12 @@ TINY = "configs/tiny.py"
 def test_sweep_texts_are_parsed_into_fields_and_values():
     texts = [
         "seed=0,1,2",
-        "algorithm.documents=(2,),(2,3)",
+        "algorithm.questioner.documents=(2,),(2,3)",
         "packing.buckets=((320,224),(640,448)),1",
     ]
     assert xmanager.parse_sweep(texts) == {
         "seed": ["0", "1", "2"],
-        "algorithm.documents": ["(2,)", "(2,3)"],
+        "algorithm.questioner.documents": ["(2,)", "(2,3)"],
         "packing.buckets": ["((320,224),(640,448))", "1"],
     }
 
@@ -83,9 +83,15 @@ def test_empty_sweep_gives_one_work_unit():
 
 
 def test_work_unit_names_are_valid_folder_names():
-    sweep = {"data.source": ["/a b/../c"], "algorithm.documents": ["(2,3)"], "x": ["y" * 300]}
+    sweep = {
+        "data.source": ["/a b/../c"],
+        "algorithm.questioner.documents": ["(2,3)"],
+        "x": ["y" * 300],
+    }
     [unit] = xmanager.work_units(TINY, "w", sweep, [])
-    assert unit.name.startswith("000-data.source=_a_b_.._c-algorithm.documents=_2_3_-x=yyy")
+    assert unit.name.startswith(
+        "000-data.source=_a_b_.._c-algorithm.questioner.documents=_2_3_-x=yyy"
+    )
     assert len(unit.name) == 120
     assert "--config.data.source=/a b/../c" in unit.flags
 
@@ -107,9 +113,13 @@ def one_unit(*overrides: str, config: str = TINY) -> WorkUnit:
 
 
 def test_work_unit_config_reflects_its_flags():
-    unit = one_unit("algorithm.documents=(2,3)", "optimizer.learning_rate=3e-6", "policy.folder=x")
+    unit = one_unit(
+        "algorithm.questioner.documents=(2,3)", "optimizer.learning_rate=3e-6", "policy.folder=x"
+    )
     config = xmanager.read_config(unit)
-    assert config.algorithm.documents == (2, 3) and config.optimizer.learning_rate == 3e-6
+    assert (
+        config.algorithm.questioner.documents == (2, 3) and config.optimizer.learning_rate == 3e-6
+    )
     assert config.policy.folder == "x" and config.steps == 120
 
 
@@ -365,9 +375,15 @@ needs_xmanager = pytest.mark.skipif(
 def test_local_executor_trains_and_continues_after_a_failure(tmp_path):
     workdir = tmp_path / "sweep"
     workdir.mkdir()
-    (workdir / "000-seed=0-algorithm.documents=_1_").write_text("a file where a folder shall be")
+    (workdir / "000-seed=0-algorithm.questioner.documents=_1_").write_text(
+        "a file where a folder shall be"
+    )
     command = [sys.executable, "-m", "launch.xmanager", "--executor=local", f"--config={TINY}"]
-    sweep = ("--sweep=seed=0,1", "--sweep=algorithm.documents=(1,)", f"--workdir={workdir}")
+    sweep = (
+        "--sweep=seed=0,1",
+        "--sweep=algorithm.questioner.documents=(1,)",
+        f"--workdir={workdir}",
+    )
     small = ("steps=1", "evaluate=False", "validate_every=0", "data.tiny.clusters=9")
     small += ("algorithm.questions=3", "algorithm.generation_batch=3")
     command += [*sweep, *(f"--config.{override}" for override in small)]
@@ -375,9 +391,9 @@ def test_local_executor_trains_and_continues_after_a_failure(tmp_path):
     environment = os.environ | {"XLA_FLAGS": "", "HOME": str(tmp_path)}
     process = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert process.returncode == 1, process.stdout + process.stderr
-    assert "000-seed=0-algorithm.documents=_1_ failed: " in process.stderr
+    assert "000-seed=0-algorithm.questioner.documents=_1_ failed: " in process.stderr
     assert "1 of 2 work units are done" in process.stdout
-    trained = workdir / "001-seed=1-algorithm.documents=_1_"
+    trained = workdir / "001-seed=1-algorithm.questioner.documents=_1_"
     config = json.loads((trained / "config.json").read_text())
     assert (config["seed"], config["algorithm"]["documents"]) == (1, [1])
     assert [record["step"] for record in read_metrics(trained)] == [1]

@@ -32,7 +32,7 @@ from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import prompts as prompt_sets
 from tests import noise
-from tests.algorithms.scripted import ScriptedModels, make_context
+from tests.algorithms.scripted import ScriptedModels, make_config, make_context
 from tests.rollout.test_judge import Answer, Server, completion, server
 
 __all__ = ["server"]  # the fixture
@@ -343,7 +343,7 @@ def test_damaged_cached_replies_are_requested_again(server, tmp_path, caplog):
 def test_built_question_set_can_be_trained_on(server, tmp_path):
     build(tmp_path, server)
     questions = read_questions(tmp_path / "questions.jsonl", "x")
-    config = RlvrConfig(responder_reward="rule", generation_batch=4, group_size=2)
+    config = make_config(RlvrConfig, responder__reward="rule", generation_batch=4, group_size=2)
     algorithm = make_rlvr(config, make_context(prompts=COMPACT, questions=lambda: questions))
 
     def write(role, prompt, sibling, model):

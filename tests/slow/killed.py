@@ -40,7 +40,7 @@ def make_config(policy: pathlib.Path, **settings):
 
     The fourth step renews the frozen reader.
     """
-    options = {"checkpoint_every": 1, "keep_checkpoints": 1, "algorithm.reader_refresh": 4}
+    options = {"checkpoint_every": 1, "keep_checkpoints": 1, "algorithm.reader.refresh": 4}
     return noise.small_config(policy, **({"steps": STEPS} | options | settings))
 
 

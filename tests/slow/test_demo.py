@@ -67,7 +67,7 @@ def test_questioner_keeps_its_share_of_correct_references(tables, task):
 
 def test_random_rewards_give_no_gain(tmp_path):
     """The control run has random rewards, so the gains are due to the rewards."""
-    workdir = play(tmp_path / "random", "--config.algorithm.responder_reward=random")
+    workdir = play(tmp_path / "random", "--config.algorithm.responder.reward=random")
     tables = [evaluation.read_evaluation(workdir)]
     assert mean_gain(tables, *RESPONDER, "8") < 0.05
     assert mean_gain(tables, *RESPONDER, "12") < 0.05

@@ -65,7 +65,7 @@ def folder_config(documents: pathlib.Path, warm: pathlib.Path, steps: int):
         config.algorithm.max_generations,
     ) = 3, 6, 1
     config.algorithm.truncated = "score"  # random text seldom ends
-    config.algorithm.group_size = config.algorithm.verifier_group_size = 4
+    config.algorithm.group_size = config.algorithm.verifier.group_size = 4
     config.sampler.max_prompt, config.sampler.prefill_tokens = 320, 1280
     config.sampler.slots, config.sampler.max_tokens = 16, 6
     config.packing.buckets, config.packing.token_budget = ((384, 32),), 768

@@ -171,8 +171,8 @@ def config_of(config: ConfigDict, policy: pathlib.Path, **changes: Any) -> Confi
         "packing.buckets": ((CAP + 64, 64),),
         "packing.token_budget": CAP + 64,
     }
-    if "max_verdict_tokens" in config.algorithm:
-        settings["algorithm.max_verdict_tokens"] = MOST_VERDICT_TOKENS
+    if "verifier" in config.algorithm:
+        settings["algorithm.verifier.max_tokens"] = MOST_VERDICT_TOKENS
     return noise.with_fields(config, settings | changes)
 
 
@@ -543,11 +543,11 @@ def test_spell_on_filings(spell_data, qwen, meaning, tmp_path, monkeypatch) -> N
         "algorithm.questions": 4,
         "algorithm.generation_batch": 6,
         "algorithm.max_generations": 1,
-        "algorithm.verifier_group_size": GROUP,
-        "algorithm.grounding_samples": 2,
-        "algorithm.grounding_threshold": 2,
-        "algorithm.documents": (2,),
-        "algorithm.verifier_share": 1.0,  # an eighth of few rows, as in the paper, is none
+        "algorithm.verifier.group_size": GROUP,
+        "algorithm.questioner.grounding_samples": 2,
+        "algorithm.questioner.grounding_threshold": 2,
+        "algorithm.questioner.documents": (2,),
+        "algorithm.verifier.share": 1.0,  # an eighth of few rows, as in the paper, is none
     }
     steps = run(config_of(paper.get_config("qwen2.5-7b-instruct"), qwen, **fields), tmp_path)
     filings = "\n".join(path.read_text("utf-8-sig") for path in sorted(folder.glob("*.txt")))

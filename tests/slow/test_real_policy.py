@@ -101,10 +101,10 @@ def config_of(policy: pathlib.Path, documents: pathlib.Path, **changes):
         "algorithm.generation_batch": 8,
         "algorithm.max_generations": 1,
         "algorithm.group_size": 4,
-        "algorithm.verifier_group_size": 4,
-        "algorithm.grounding_samples": 2,  # answers are random: one of two is right too often
-        "algorithm.grounding_threshold": 2,
-        "algorithm.documents": (2,),
+        "algorithm.verifier.group_size": 4,
+        "algorithm.questioner.grounding_samples": 2,  # random answers: often right
+        "algorithm.questioner.grounding_threshold": 2,
+        "algorithm.questioner.documents": (2,),
         "sampler.max_prompt": 1536,
         "sampler.kv_cache_tokens": 32_768,
         "sampler.slots": 16,
@@ -112,7 +112,7 @@ def config_of(policy: pathlib.Path, documents: pathlib.Path, **changes):
         "sampler.prefill_tokens": 2048,
         "sampler.decode_tokens": 8,
         "sampler.max_tokens": 6,
-        "algorithm.max_verdict_tokens": 3,
+        "algorithm.verifier.max_tokens": 3,
         "packing.buckets": ((1664, 64),),
         "packing.token_budget": 3328,
     }

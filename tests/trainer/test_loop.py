@@ -308,7 +308,7 @@ def test_untrained_policy_makes_empty_updates_until_time_is_up(policy, tmp_path)
 
 @pytest.mark.slow
 def test_kl_reference_and_refreshed_reader_resume_from_checkpoint(policy, tmp_path):
-    options = {"loss.kl_weight": 0.5, "algorithm.reader_refresh": 2, "validate_every": 0}
+    options = {"loss.kl_weight": 0.5, "algorithm.reader.refresh": 2, "validate_every": 0}
     first = Finished(noise.small_config(policy, steps=2, **options), tmp_path)
     run = Finished(noise.small_config(policy, steps=4, **options), tmp_path)
     _, initial_params = weights.load(policy)
@@ -432,10 +432,10 @@ BAD = [
     ("algorithm.name", "chess"),
     ("algorithm.prompts", "no/such/folder"),
     ("algorithm.group_size", 1),
-    ("algorithm.mapping", "linear"),
-    ("algorithm.sigma", math.nan),
-    ("algorithm.negatives", math.inf),
-    ("algorithm.memory_documents", "all"),
+    ("algorithm.questioner.mapping", "linear"),
+    ("algorithm.questioner.sigma", math.nan),
+    ("algorithm.questioner.negatives", math.inf),
+    ("algorithm.questioner.memory_documents", "all"),
     ("sampler.top_p", 0.0),
     ("sampler.kv_cache_tokens", 64),
     ("optimizer.learning_rate", -1.0),

@@ -19,8 +19,8 @@ from spell_jax.configs import tiny
 from spell_jax.runtime.config import Config
 
 _STATIC = {"name": "rlvr", "static_temperature": 1.0}
-_NO_MEMORY = {"memory": 0}
-_FROZEN = {"train_questioner": False}
+_NO_MEMORY = {"questioner.memory": 0}
+_FROZEN = {"questioner.train": False}
 # Arm -> changed fields of the algorithm. The arms of QUESTIONS train on a file, data.questions.
 ARMS: Mapping[str, Mapping[str, Any]] = {
     "full": {},
@@ -29,7 +29,7 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "frozen_no_memory": _FROZEN | _NO_MEMORY,
     "static": _STATIC,
     "uniform": _STATIC,
-    "random": {"responder_reward": "random"},
+    "random": {"responder.reward": "random"},
     "yoked": _STATIC,
     "yoked_shuffled": _STATIC,
     "shallow": _STATIC,
@@ -37,16 +37,16 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
 QUESTIONS = ("uniform", "yoked", "yoked_shuffled", "shallow")
 # The full arm with one more switch -> the switch's fields.
 STABILIZERS: Mapping[str, Mapping[str, Any]] = {
-    "leak_05": {"algorithm.gate_leak": 0.05},
-    "leak_10": {"algorithm.gate_leak": 0.1},
-    "leak_20": {"algorithm.gate_leak": 0.2},
-    "leak_40": {"algorithm.gate_leak": 0.4},
+    "leak_05": {"algorithm.reader.gate_leak": 0.05},
+    "leak_10": {"algorithm.reader.gate_leak": 0.1},
+    "leak_20": {"algorithm.reader.gate_leak": 0.2},
+    "leak_40": {"algorithm.reader.gate_leak": 0.4},
     "cluster": {
-        "algorithm.questions_per_cluster": 4,
-        "algorithm.questioner_normalization": "cluster",
+        "algorithm.questioner.questions_per_cluster": 4,
+        "algorithm.questioner.normalization": "cluster",
     },
-    "progress": {"algorithm.mapping": "progress"},
-    "dropout": {"algorithm.vocabulary_dropout": 0.1},
+    "progress": {"algorithm.questioner.mapping": "progress"},
+    "dropout": {"algorithm.questioner.vocabulary_dropout": 0.1},
 }
 # Steps of about equal totals of sampled tokens: with a trained questioner, which asks for longer
 # answers; with a frozen one; with given questions, which no frozen reader answers.
@@ -62,7 +62,7 @@ def get_config(arm: str = "full") -> Config:
         arm_names = ", ".join([*ARMS, *STABILIZERS])
         raise ValueError(f"launch/experiments/ladder/config.py:{arm}: must be one of {arm_names}")
     config = tiny.get_config()
-    config.steps = STEPS if ARMS[arm].get("train_questioner", True) else FROZEN_STEPS
+    config.steps = STEPS if ARMS[arm].get("questioner.train", True) else FROZEN_STEPS
     if ARMS[arm].get("name") == "rlvr":
         config.steps = STATIC_STEPS
     config.update(evaluate=False, validate_every=10, checkpoint_every=20)
@@ -80,25 +80,28 @@ def get_config(arm: str = "full") -> Config:
     config.data.tiny.evaluation.update(per_cell=256, quick_per_cell=64)
 
     algorithm = default_config(ARMS[arm].get("name", "spell")).algorithm
+    questioner, reader = algorithm.questioner, algorithm.reader
     algorithm.evaluation = "launch.experiments.ladder.evaluation:held_out"
     algorithm.update(prompts="compact", questions=48, generation_batch=48, max_generations=1)
     # All roles read all documents: what is hard about a question is its depth.
-    algorithm.update(documents=(9,), unread_documents=0, grounding_samples=0)
+    questioner.update(documents=(9,), unread_documents=0, grounding_samples=0)
     # The prompt shows solved questions: one more relation in front of one is one more hop.
-    algorithm.max_verdict_tokens = 4
-    algorithm.update(memory=2, memory_solved=True, reference_source="frozen_reader")
+    algorithm.verifier.max_tokens = 4
+    reader.source = "frozen_reader"
+    if "memory" in questioner:
+        questioner.update(memory=2, memory_solved=True)
     # Without a cue, each full run came to ask mostly for one relation, and learned that alone.
-    algorithm.cues = world.CUES
+    questioner.cues = world.CUES
     # Hop by hop the reader needs depth 1 alone, so references stay right at depths that it could
     # not answer at once.
-    algorithm.update(reader_by_hop=True, reader_unanimous=True)
+    reader.update(by_hop=True, unanimous=True)
     # An answer is one word, so the rule is exact. A verifier that trains too may go astray and
     # reward wrong answers (notebook.md), which is not what the arms compare.
-    algorithm.responder_reward = "rule"
+    algorithm.responder.reward = "rule"
     # A guess is right once in 9 times, and a single right answer of 8 would get the most weight.
     # At depth 6 and more, most right answers reach the right person by a wrong walk.
     algorithm.divide_by_deviation = False
-    algorithm.update(ARMS[arm])
+    algorithm.update_from_flattened_dict(ARMS[arm])
     config.algorithm = algorithm
 
     # At the paper's temperature of .7 nearly all groups of answers are alike, and the update, which

@@ -84,7 +84,7 @@ def _pairs(
 
 def _proposals(exams: RoleExams, sizes: TinyEvaluationConfig) -> Iterator[Proposal]:
     rng = np.random.default_rng([sizes.seed, 2])
-    for known_depth in (0, *world.DEPTHS) if exams.config.memory else (0,):
+    for known_depth in (0, *world.DEPTHS) if exams.config.examines_known else (0,):
         # Not "all": a mean over rows would mix known depths, to which "deeper" refers.
         row = f"one known, of depth {known_depth}" if known_depth else "none known"
         for _ in range(sizes.per_cell):

@@ -25,27 +25,25 @@ from spell_jax.algorithms.preference.pairs import (
     count_pairs,
     pair_groups,
 )
-from spell_jax.algorithms.rlvr.config import RlvrConfig
+from spell_jax.algorithms.rlvr.config import StaticConfig
 from spell_jax.algorithms.rlvr.question_sets import make_question_set
 from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
 from spell_jax.learner.packing import TrainGroup
 
 
 @dataclasses.dataclass(frozen=True)
-class LongPoConfig(RlvrConfig):
-    """RLVR's fields; fields of rewards matter only for metrics, `group_size` not at all.
+class LongPoConfig(StaticConfig):
+    """Fields of config.algorithm for LongPO.
 
-    A step has a pair for each of `generation_batch` questions, in one round.
+    A step has a pair for each of `generation_batch` questions. Pairs need no mixed rewards, so a
+    second round would only add pairs. The paper samples its pairs once (docs/algorithms.md,
+    "Departures" of LongPO).
     """
 
     name: str = "longpo"
-    # Pairs need no mixed rewards, so a second round would only add pairs. The paper samples its
-    # pairs once (docs/algorithms.md, "Departures" of LongPO).
-    max_generations: int = 1
-    responder_reward: str = "rule"
 
     def budgets(self) -> list[RolloutBudget]:
-        batch = self.generation_batch * self.max_generations
+        batch = self.generation_batch
         what = "answers, after the short context and after all documents"
         return [RolloutBudget(what, "responder", batch, 2, batch)]
 

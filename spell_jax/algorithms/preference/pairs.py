@@ -13,7 +13,7 @@ import numpy as np
 
 from spell_jax.algorithms.base import USED, AlgorithmContext, Annotation
 from spell_jax.algorithms.preference.episode import PairEpisode
-from spell_jax.algorithms.rlvr.config import RlvrConfig
+from spell_jax.algorithms.rlvr.config import StaticConfig
 from spell_jax.algorithms.spell.answering import Answering
 from spell_jax.algorithms.spell.metrics import count_questions
 from spell_jax.learner.packing import TrainGroup
@@ -28,9 +28,9 @@ ChoosePair = Callable[[PairEpisode], tuple[int, int] | str]
 
 
 class PairAnswering:
-    """Answers to a question after both contexts; verdicts and rewards are of the long one's."""
+    """Answers to a question after both contexts; the long context's answer is rewarded."""
 
-    def __init__(self, config: RlvrConfig, context: AlgorithmContext, short_answers: int):
+    def __init__(self, config: StaticConfig, context: AlgorithmContext, short_answers: int):
         self._config, self._prompts = config, context.prompts
         self._short_answers = short_answers
         self._answering = Answering(config, context)
@@ -93,7 +93,9 @@ def pair_groups(
     return groups, annotations
 
 
-def count_pairs(episodes: Sequence[PairEpisode], config: RlvrConfig, choose: ChoosePair) -> Metrics:
+def count_pairs(
+    episodes: Sequence[PairEpisode], config: StaticConfig, choose: ChoosePair
+) -> Metrics:
     """Compute the metrics of the questions, the share with a pair, and the short solve rate."""
     metrics = count_questions(episodes, config)
     for e in episodes:

@@ -28,27 +28,33 @@ from spell_jax.algorithms.preference.pairs import (
     count_pairs,
     pair_groups,
 )
-from spell_jax.algorithms.rlvr.config import RlvrConfig
+from spell_jax.algorithms.rlvr.config import StaticConfig
 from spell_jax.algorithms.rlvr.question_sets import make_question_set
 from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
 from spell_jax.learner.packing import TrainGroup
+from spell_jax.runtime.config import check_least
 
 
 @dataclasses.dataclass(frozen=True)
-class SoLoPoConfig(RlvrConfig):
-    """RLVR's fields; `group_size` counts the answers after the short context.
+class SoLoPoConfig(StaticConfig):
+    """Fields of config.algorithm for SoLoPO.
 
-    The rule chooses the pair; other fields of rewards matter only for metrics. A step has at most
-    one pair for each of `generation_batch` questions, in one round.
+    The rule chooses the pair. A step has at most one pair for each of `generation_batch` questions:
+    questions without a pair are not replaced.
+
+    Attributes:
+      group_size: G, answers to a question after the short context.
     """
 
     name: str = "solopo"
-    # Questions without a pair are not replaced: a step has fewer pairs instead of more rounds.
-    max_generations: int = 1
-    responder_reward: str = "rule"
+    group_size: int = 8
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_least(self, "algorithm.", group_size=2)
 
     def budgets(self) -> list[RolloutBudget]:
-        batch = self.generation_batch * self.max_generations
+        batch = self.generation_batch
         return [
             RolloutBudget("answers after the short context", "responder", batch, self.group_size),
             # A pair's row has two prompts and three answers: at most three such groups.

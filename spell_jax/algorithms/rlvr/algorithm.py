@@ -16,18 +16,19 @@ from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.algorithms.rlvr.config import RlvrConfig
 from spell_jax.algorithms.rlvr.question_sets import make_question_set
 from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
-from spell_jax.algorithms.spell.annotations import ANSWER_ROLES
-from spell_jax.algorithms.spell.answering import Answering
+from spell_jax.algorithms.spell.answering import GradedAnswering
 from spell_jax.algorithms.spell.groups import role_groups
 from spell_jax.algorithms.spell.metrics import count_questions
 
 
 def make_rlvr(config: RlvrConfig, context: AlgorithmContext) -> StaticAlgorithm:
     """Make the algorithm from its parts: questions, answers, and groups of two roles."""
-    answering = Answering(config, context)
+    answering = GradedAnswering(config, context)
+    # The responder shall name the documents that a question is about.
+    names_documents = config.responder.document_share > 0
     return StaticAlgorithm(
-        make_question_set(config, context),
+        make_question_set(config, context, short_contexts=names_documents),
         answering.answer_batches,
-        lambda episodes, key: role_groups(episodes, key, config, answering, ANSWER_ROLES),
-        lambda episodes: count_questions(episodes, config),
+        lambda episodes, key: role_groups(episodes, key, config, answering),
+        lambda episodes: count_questions(episodes, config, config.verifier),
     )

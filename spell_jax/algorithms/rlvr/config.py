@@ -1,17 +1,16 @@
-"""Config of RLVR on a static set of questions."""
+"""Configs of algorithms on a static set of questions, RLVR's among them."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from spell_jax.algorithms.config import RolloutBudget
-from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.config import GradedConfig, QuestionsConfig
 from spell_jax.runtime.config import check_least
 
 
 @dataclasses.dataclass(frozen=True)
-class RlvrConfig(SpellConfig):
-    """SPELL's fields; fields of the questioner matter only if questions are written.
+class StaticConfig(QuestionsConfig):
+    """Fields of a static set. Sections of writing matter only if questions are written.
 
     Attributes:
       static_questions: number of proposals for the static set, which keeps questions that pass the
@@ -20,7 +19,6 @@ class RlvrConfig(SpellConfig):
         without documents, the frozen reader's answers).
     """
 
-    name: str = "rlvr"
     static_questions: int = 960
     # SPELL's public script samples all roles at 0.7.
     static_temperature: float = 0.7
@@ -29,8 +27,16 @@ class RlvrConfig(SpellConfig):
         super().__post_init__()
         check_least(self, "algorithm.", static_questions=1, static_temperature=0)
 
-    def budgets(self) -> list[RolloutBudget]:
-        return self.round_budgets(writes=False)
+    def budget_summary(self) -> str:
+        return (
+            f"{self.generation_batch} of {self.static_questions} questions, written once (or of "
+            "those given); a step asks for"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GradedStaticConfig(GradedConfig, StaticConfig):
+    """Fields of an algorithm that trains on the rewards of answers to a static set."""
 
     def budget_summary(self) -> str:
         return (
@@ -38,3 +44,10 @@ class RlvrConfig(SpellConfig):
             f"{self.static_questions} questions, written once (or of those given), until "
             f"{self.questions} have mixed rewards; a round asks for"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class RlvrConfig(GradedStaticConfig):
+    """Fields of config.algorithm for RLVR."""
+
+    name: str = "rlvr"

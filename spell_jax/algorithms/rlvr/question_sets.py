@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext, Key
-from spell_jax.algorithms.rlvr.config import RlvrConfig
+from spell_jax.algorithms.rlvr.config import StaticConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode
-from spell_jax.algorithms.spell.questioner import Questioner
+from spell_jax.algorithms.spell.questioner import QuestionWriter
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import Question, as_clusters, in_blocks, with_short_contexts
 from spell_jax.data.stream import TaskStream
@@ -57,7 +57,7 @@ class GivenQuestions(QuestionSet):
     def __init__(
         self,
         questions: Sequence[Question],
-        config: RlvrConfig,
+        config: StaticConfig,
         context: AlgorithmContext,
         episode: type[SpellEpisode],
     ):
@@ -93,9 +93,11 @@ class GivenQuestions(QuestionSet):
 class WrittenQuestions(QuestionSet):
     """Questions that the starting policy writes in the first step, dealt epoch after epoch."""
 
-    def __init__(self, config: RlvrConfig, context: AlgorithmContext, episode: type[SpellEpisode]):
-        self._questioner = Questioner(config, context, config.static_temperature)
-        self.model_names = self._questioner.model_names
+    def __init__(
+        self, config: StaticConfig, context: AlgorithmContext, episode: type[SpellEpisode]
+    ):
+        self._writer = QuestionWriter(config, context, config.static_temperature)
+        self.model_names = self._writer.model_names
         self._config = config
         self._seed = context.seed
         self._episode = episode
@@ -113,11 +115,11 @@ class WrittenQuestions(QuestionSet):
         if self._written:
             return
         batches = math.ceil(self._config.static_questions / self._config.generation_batch)
-        started = [e for _ in range(batches) for e in self._questioner.start_episodes(rng)]
+        started = [e for _ in range(batches) for e in self._writer.start_episodes(rng)]
         self._written = [
             {"cluster": e.cluster.id, "shown": list(e.shown)}
             | {name: getattr(e, name) for name in _KEPT}
-            for e in self._questioner.write_all(ask, started)
+            for e in self._writer.write_all(ask, started)
             if e.status == "accepted"
         ]
 
@@ -136,7 +138,7 @@ class WrittenQuestions(QuestionSet):
     def _read(self, indices: Sequence[int]) -> list[SpellEpisode]:
         """Return the accepted episode of each index."""
         lines = [self._written[index] for index in indices]
-        clusters = self._questioner.stream.read([line["cluster"] for line in lines])
+        clusters = self._writer.stream.read([line["cluster"] for line in lines])
         return [
             self._episode(
                 cluster=cluster,
@@ -165,26 +167,26 @@ class WrittenQuestions(QuestionSet):
         rng = np.random.default_rng([self._seed, _WRITTEN, epoch])
         size = len(self._written)
         indices = rng.permutation(size)[: size - size % batch].tolist()
-        together = self._config.questions_per_cluster
+        together = self._config.questioner.questions_per_cluster
         if together == 1:
             return indices
         return in_blocks(indices, lambda i: self._written[i]["cluster"], together, rng)
 
     def count(self, metrics: Metrics, episodes: Sequence[SpellEpisode]) -> None:
-        metrics.add("stream_repeats", self._questioner.stream.repeats)
+        metrics.add("stream_repeats", self._writer.stream.repeats)
         metrics.add("static_questions", len(self))
 
     def state_dict(self) -> dict[str, Any]:
-        spell = self._questioner.state_dict()
+        spell = self._writer.state_dict()
         return {"spell": spell, "questions": self._written, "dealt": self._dealt}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._questioner.load_state_dict(state["spell"])
+        self._writer.load_state_dict(state["spell"])
         self._written, self._dealt = list(state["questions"]), state["dealt"]
 
 
 def make_question_set(
-    config: RlvrConfig,
+    config: StaticConfig,
     context: AlgorithmContext,
     episode: type[SpellEpisode] = SpellEpisode,
     short_contexts: bool = False,
@@ -198,8 +200,8 @@ def make_question_set(
       short_contexts: whether given questions without a known short context are left out.
     """
     questions = context.questions()
-    # The teacher reads, and the responder names, the documents that a question is about.
-    if short_contexts or context.teacher_prompt is not None or config.document_share:
+    # The teacher reads the documents that a question is about.
+    if short_contexts or context.teacher_prompt is not None:
         questions = with_short_contexts(questions)
     if questions:
         return GivenQuestions(questions, config, context, episode)

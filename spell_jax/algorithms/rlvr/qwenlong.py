@@ -4,7 +4,7 @@
    the questions with an input longer than the phase before allowed, up to the phase's own length.
 2. retrospection: from the second phase on, a share of every round's questions are earlier phases'
    ones, sampled in proportion to their difficulty, the inverse of their mean reward.
-3. reward: the maximum of the rule's and a judge's verdict, SPELL's responder_reward = "max". The
+3. reward: the maximum of the rule's and a judge's verdict, SPELL's responder.reward = "max". The
    judge is the policy as it verifies, and is not trained for it.
 
 Everything else is RLVR (algorithms/rlvr/algorithm.py), on given or written questions.
@@ -20,18 +20,18 @@ from typing import Any
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext, Key
-from spell_jax.algorithms.rlvr.config import RlvrConfig
+from spell_jax.algorithms.rlvr.config import GradedStaticConfig
 from spell_jax.algorithms.rlvr.question_sets import (
     QuestionSet,
     deal_once,
     make_question_set,
 )
 from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
-from spell_jax.algorithms.spell.annotations import ANSWER_ROLES
-from spell_jax.algorithms.spell.answering import Answering
+from spell_jax.algorithms.spell.answering import GradedAnswering
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.algorithms.spell.groups import role_groups
 from spell_jax.algorithms.spell.metrics import count_questions
+from spell_jax.algorithms.spell.sections import VerifierConfig
 from spell_jax.data.clusters import Cluster, in_memory
 from spell_jax.data.stream import TaskStream
 from spell_jax.rollout.replies import AskModels
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class QwenLongConfig(RlvrConfig):
-    """RLVR's fields, and the curriculum.
+class QwenLongConfig(GradedStaticConfig):
+    """Fields of config.algorithm for QwenLong-L1: the curriculum.
 
     Attributes:
       phase_tokens: longest input of each phase, in tokens of documents and question, ascending.
@@ -56,7 +56,7 @@ class QwenLongConfig(RlvrConfig):
     # Our choice: the paper's number is unknown to us (docs/algorithms.md, QwenLong-L1).
     retrospective_share: float = 0.25
     # The paper's judge is a separate small model, which is not trained.
-    train_verifier: bool = False
+    verifier: VerifierConfig = VerifierConfig(train=False)
 
     def __post_init__(self):
         super().__post_init__()
@@ -75,12 +75,12 @@ class QwenLongConfig(RlvrConfig):
 
 def make_qwenlong(config: QwenLongConfig, context: AlgorithmContext) -> StaticAlgorithm:
     """Make the algorithm from its parts: questions by phase, answers, and groups of two roles."""
-    answering = Answering(config, context)
+    answering = GradedAnswering(config, context)
     return StaticAlgorithm(
         Phases(config, context),
         answering.answer_batches,
-        lambda episodes, key: role_groups(episodes, key, config, answering, ANSWER_ROLES),
-        lambda episodes: count_questions(episodes, config),
+        lambda episodes, key: role_groups(episodes, key, config, answering),
+        lambda episodes: count_questions(episodes, config, config.verifier),
     )
 
 
@@ -95,7 +95,8 @@ class Phases(QuestionSet):
 
     def __init__(self, config: QwenLongConfig, context: AlgorithmContext):
         self.config = config
-        self.questions = make_question_set(config, context)
+        names_documents = config.responder.document_share > 0
+        self.questions = make_question_set(config, context, short_contexts=names_documents)
         self.model_names = self.questions.model_names
         self.streams: list[TaskStream] = []
         self._context, self._lengths = context, config.phase_tokens

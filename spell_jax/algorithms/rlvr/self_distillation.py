@@ -19,42 +19,43 @@ from collections.abc import Sequence
 
 from spell_jax.algorithms.base import USED, AlgorithmContext, Annotation
 from spell_jax.algorithms.config import RolloutBudget
-from spell_jax.algorithms.rlvr.config import RlvrConfig
+from spell_jax.algorithms.rlvr.config import StaticConfig
 from spell_jax.algorithms.rlvr.question_sets import make_question_set
 from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
 from spell_jax.algorithms.spell.answering import Answering
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.algorithms.spell.metrics import count_questions
 from spell_jax.learner.packing import TrainGroup
+from spell_jax.runtime.config import check_least
 
 
 @dataclasses.dataclass(frozen=True)
-class SelfDistillationConfig(RlvrConfig):
-    """RLVR's fields; fields of rewards matter only for metrics.
+class SelfDistillationConfig(StaticConfig):
+    """Fields of config.algorithm for self-distillation.
 
-    A step has `group_size` answers to each of `generation_batch` questions, in one round.
+    Every answered question is trained on, so a step has one round of `generation_batch` questions.
+
+    Attributes:
+      group_size: G, answers to a question.
     """
 
     name: str = "self_distillation"
-    # Every answered question is trained on, so one round fills the update.
-    max_generations: int = 1
-    responder_reward: str = "rule"
+    group_size: int = 8
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_least(self, "algorithm.", group_size=2)
 
     def budgets(self) -> list[RolloutBudget]:
-        batch = self.generation_batch * self.max_generations
+        batch = self.generation_batch
         return [RolloutBudget("answers", "responder", batch, self.group_size, batch)]
-
-    def budget_summary(self) -> str:
-        return (
-            f"{self.generation_batch} questions, each answered from all documents; a step asks for"
-        )
 
 
 def make_self_distillation(
     config: SelfDistillationConfig, context: AlgorithmContext
 ) -> StaticAlgorithm:
     """Make the algorithm from its parts: questions, answers, and groups for the teacher."""
-    answering = Answering(config, context)
+    answering = Answering(config, context, config.group_size)
     return StaticAlgorithm(
         make_question_set(config, context),
         answering.answer_batches,

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key
-from spell_jax.algorithms.spell.answering import Answering
+from spell_jax.algorithms.spell.answering import GradedAnswering
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.algorithms.spell.groups import role_groups
@@ -47,7 +47,7 @@ class Spell:
     def __init__(self, config: SpellConfig, context: AlgorithmContext):
         self.config = config
         self.questioner = Questioner(config, context)
-        self.answering = Answering(config, context)
+        self.answering = GradedAnswering(config, context)
         self.progress = ProbeProgress(config, context.prompts, self.questioner.stream)
         self.model_names = self.questioner.model_names
 
@@ -85,10 +85,10 @@ class Spell:
         self, episodes: Sequence[SpellEpisode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
         """Return the training groups of all three roles with their advantages (8, 9)."""
-        return role_groups(episodes, key, self.config, self.answering)
+        return role_groups(episodes, key, self.config, self.answering, self.config.questioner)
 
     def metrics(self, episodes: Sequence[SpellEpisode]) -> Metrics:
-        metrics = count_questions(episodes, self.config)
+        metrics = count_questions(episodes, self.config, self.config.verifier)
         metrics.add("memory_entries", len(self.questioner.memory))
         metrics.add("stream_repeats", self.questioner.stream.repeats)
         return metrics

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spell_jax.algorithms.base import USED, Annotation
-from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.config import GradedConfig
 from spell_jax.algorithms.spell.episode import Advantages, SpellEpisode, is_eligible_verdict
-from spell_jax.selfplay.prompts import ROLES
-
-ANSWER_ROLES = ("responder", "verifier")  # of steps without a questioner
+from spell_jax.algorithms.spell.sections import QuestionerConfig, VerifierConfig
 
 
 def annotate(
     episodes: Sequence[SpellEpisode],
     advantages: Advantages,
-    config: SpellConfig,
-    roles: Sequence[str] = ROLES,
+    config: GradedConfig,
+    questioner: QuestionerConfig | None,
 ) -> list[Annotation]:
-    """Return each episode's advantages by role, and the use of each role's replies or why not."""
+    """Return each episode's advantages by role, and the use of each role's replies or why not.
+
+    `questioner` is None for a step without a questioner.
+    """
     annotations = []
     for n, e in enumerate(episodes):
         by_role = {
@@ -28,22 +29,24 @@ def annotate(
         }
         # The verifier has a group per answer, the other roles one per question.
         votes = [advantages.get((n, "verifier", i), []) for i in range(len(e.judged))]
-        used = {
-            "questioner": USED if "questioner" in by_role else _why_no_question(e, config),
+        used: dict[str, str | list[str]] = {
             "responder": USED if "responder" in by_role else _why_no_answers(e),
             "verifier": [
-                USED if values else _why_no_votes(e, i, config) for i, values in enumerate(votes)
+                USED if values else _why_no_votes(e, i, config.verifier)
+                for i, values in enumerate(votes)
             ],
         }
-        use = {role: used[role] for role in roles}
-        annotations.append(Annotation(by_role | {"verifier": votes}, use))
+        if questioner:
+            why = _why_no_question(e, questioner)
+            used["questioner"] = USED if "questioner" in by_role else why
+        annotations.append(Annotation(by_role | {"verifier": votes}, used))
     return annotations
 
 
-def _why_no_question(e: SpellEpisode, config: SpellConfig) -> str:
+def _why_no_question(e: SpellEpisode, questioner: QuestionerConfig) -> str:
     if e.proposal is None:
         return "no_proposal"
-    if not config.train_questioner:
+    if not questioner.train:
         return "not_trained"
     if e.reward is None:
         return "no_reward"
@@ -56,9 +59,9 @@ def _why_no_answers(e: SpellEpisode) -> str:
     return "surplus" if e.mixed else "equal_rewards"
 
 
-def _why_no_votes(e: SpellEpisode, i: int, config: SpellConfig) -> str:
+def _why_no_votes(e: SpellEpisode, i: int, verifier: VerifierConfig) -> str:
     if e.judged[i] is None:
         return "not_judged"
-    if not config.train_verifier:
+    if not verifier.train:
         return "not_trained"
-    return "not_sampled" if is_eligible_verdict(e, i, config) else "nothing_to_learn"
+    return "not_sampled" if is_eligible_verdict(e, i, verifier) else "nothing_to_learn"

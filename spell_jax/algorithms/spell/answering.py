@@ -11,10 +11,10 @@ import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.algorithms.episode import ask_judge
-from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.config import GradedConfig, QuestionsConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.learner.packing import TrainGroup
-from spell_jax.rollout.replies import Ask, AskModels, Reply
+from spell_jax.rollout.replies import Ask, AskModels
 from spell_jax.runtime import fault_injection
 from spell_jax.selfplay import evidence, parsing, rewards
 
@@ -22,10 +22,17 @@ AnsweredEpisode = TypeVar("AnsweredEpisode", bound=SpellEpisode)
 
 
 class Answering:
-    """The responder's answers to questions, and their rewards by rule, judge and verifier."""
+    """The responder's answers to questions, and their rewards by the rule or a judge.
 
-    def __init__(self, config: SpellConfig, context: AlgorithmContext):
-        self.config = config
+    Attributes:
+      group_size: G, answers to a question.
+      rounds: most rounds of a step.
+      questions: number of questions with mixed rewards after which a step has no more rounds.
+    """
+
+    def __init__(self, config: QuestionsConfig, context: AlgorithmContext, group_size: int = 1):
+        self.config, self.group_size = config, group_size
+        self.rounds, self.questions = 1, 0
         self.prompts = context.prompts
         self._judge = context.judge
         self._teacher_prompt = context.teacher_prompt
@@ -35,15 +42,15 @@ class Answering:
     ) -> list[AnsweredEpisode]:
         """Reward one answered batch per round until enough questions have mixed rewards.
 
-        At most max_generations batches are taken from `batches`, each only when its round begins.
+        At most `rounds` batches are taken from `batches`, each only when its round begins.
         """
         episodes: list[AnsweredEpisode] = []
         # Too few questions: the step goes on with the questions it has. The paper's Algorithm 1
         # (line 6) repeats rounds without end; its code ends the run.
-        for batch in itertools.islice(batches, self.config.max_generations):
+        for batch in itertools.islice(batches, self.rounds):
             answered = ask_judge(self._judge, self.config.rule, batch)
             episodes += [self.reward(e, rng) for e in answered]
-            if sum(e.mixed for e in episodes) >= self.config.questions:
+            if sum(e.mixed for e in episodes) >= self.questions:
                 break
         return episodes
 
@@ -72,38 +79,72 @@ class Answering:
         # All n documents in corpus order. A prompt over the cap is refused, and nothing is cut
         # (spec 4).
         text = self.prompts.responder(e.task, c.as_read(e.documents), e.question)
-        (reply,) = replies = await ask("responder", [text], c.group_size)
+        (reply,) = replies = await ask("responder", [text], self.group_size)
         if reply is None:
             return e.without_reply("responder", replies)
         predictions = c.read_answers(reply.scored_texts, e.task)
         rule = c.score_answers(predictions, e.reference, e.task)
-        named = [evidence.named_document(text) in e.shown for text in reply.scored_texts]
-        if c.document_share:
-            e = replace(e, named=tuple(named))
         stated = c.state_answers(reply.scored_texts, e.task)
         return replace(e, response=reply, predictions=predictions, stated=stated, rule=rule)
+
+    # 5. Without a verifier there are no votes.
+
+    async def verify(self, ask: Ask, episode: AnsweredEpisode) -> AnsweredEpisode:
+        count = len(episode.predictions)
+        return replace(episode, judged=(None,) * count, votes=((),) * count)
+
+    # 6. Rewards.
+
+    def reward(self, e: AnsweredEpisode, rng: np.random.Generator) -> AnsweredEpisode:
+        """Compute the rewards of a question's answers."""
+        return e if e.response is None else replace(e, scores=e.rule)
+
+    # 7. Groups.
+
+    def responder_group(self, e: SpellEpisode, advantages: Sequence[float]) -> TrainGroup:
+        """Return the group of a question's answers; a teacher reads the questioner's documents."""
+        group = e.reply("responder", 0).group(advantages, "responder")
+        if self._teacher_prompt is None:
+            return group
+        shown = [self.config.as_read(e.documents)[i] for i in e.shown]
+        prompt = self._teacher_prompt(self.prompts.responder(e.task, shown, e.question))
+        return replace(group, reference_prompt=prompt)
+
+
+class GradedAnswering(Answering):
+    """Answers that a verifier votes on, until enough questions have mixed rewards."""
+
+    def __init__(self, config: GradedConfig, context: AlgorithmContext):
+        super().__init__(config, context, config.group_size)
+        self.rounds, self.questions = config.max_generations, config.questions
+        self.responder, self.verifier = config.responder, config.verifier
+
+    async def answer(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
+        """Ask for answers; note which of them name a document that the questioner read."""
+        e = await super().answer(ask, episode)
+        if not self.responder.document_share or e.response is None:
+            return e
+        texts = e.response.scored_texts
+        return replace(e, named=tuple(evidence.named_document(text) in e.shown for text in texts))
 
     # 5. The verifier compares answers with the reference.
 
     async def verify(self, ask: Ask, episode: AnsweredEpisode) -> AnsweredEpisode:
         """Ask for G_v votes on each answer that states a prediction (4)."""
-        e = episode
-        judged: list[Reply | None] = [None] * len(e.predictions)
-        votes: list[tuple[int, ...]] = [()] * len(e.predictions)
-        unjudged = 0
-        if self.config.has_verifier:
-            # A response that states no answer keeps the rule's score and costs no votes (spec 6).
-            numbered = [(i, p) for i, p in enumerate(e.predictions) if p is not None]
-            # The extracted answer, as in the public code, instead of the response of Algorithm 1
-            # (line 17): prompts stay short. Only external judges read the words of a number.
-            texts = [self.prompts.verifier(e.question, p, e.reference) for _, p in numbered]
-            votes_per_answer, options = self.config.verifier_group_size, self.config.verdict_options
-            replies = await ask("verifier", texts, votes_per_answer, **options)
-            for (i, _), reply in zip(numbered, replies, strict=True):
-                judged[i] = reply
-                votes[i] = tuple(map(parsing.parse_verdict, reply.scored_texts if reply else ()))
-            unjudged = replies.count(None)
-        return replace(e, judged=tuple(judged), votes=tuple(votes), unjudged=unjudged)
+        e = await super().verify(ask, episode)
+        if not self.responder.has_verifier:
+            return e
+        judged, votes = [*e.judged], [*e.votes]
+        # A response that states no answer keeps the rule's score and costs no votes (spec 6).
+        numbered = [(i, p) for i, p in enumerate(e.predictions) if p is not None]
+        # The extracted answer, as in the public code, instead of the response of Algorithm 1
+        # (line 17): prompts stay short. Only external judges read the words of a number.
+        texts = [self.prompts.verifier(e.question, p, e.reference) for _, p in numbered]
+        replies = await ask("verifier", texts, self.verifier.group_size, **self.verifier.options)
+        for (i, _), reply in zip(numbered, replies, strict=True):
+            judged[i] = reply
+            votes[i] = tuple(map(parsing.parse_verdict, reply.scored_texts if reply else ()))
+        return replace(e, judged=tuple(judged), votes=tuple(votes), unjudged=replies.count(None))
 
     # 6. Rewards.
 
@@ -115,13 +156,13 @@ class Answering:
             self._responder_reward(rule, rewards.majority(votes), rng)
             for rule, votes in zip(e.rule, e.votes, strict=True)
         )
-        if share := self.config.document_share:
+        if share := self.responder.document_share:
             pairs = zip(scores, e.named, strict=True)
             scores = tuple((1 - share) * score + share * named for score, named in pairs)
         return replace(e, scores=scores)
 
     def _responder_reward(self, rule: float, vote: int, rng: np.random.Generator) -> float:
-        how = self.config.responder_reward
+        how = self.responder.reward
         # A control: rewards without information must destroy the policy.
         if how == "random":
             return float(rng.integers(2))
@@ -135,14 +176,3 @@ class Answering:
             "min": min(rule, float(vote)),
         }
         return combined[how]
-
-    # 7. Groups.
-
-    def responder_group(self, e: SpellEpisode, advantages: Sequence[float]) -> TrainGroup:
-        """Return the group of a question's answers; a teacher reads the questioner's documents."""
-        group = e.reply("responder", 0).group(advantages, "responder")
-        if self._teacher_prompt is None:
-            return group
-        shown = [self.config.as_read(e.documents)[i] for i in e.shown]
-        prompt = self._teacher_prompt(self.prompts.responder(e.task, shown, e.question))
-        return replace(group, reference_prompt=prompt)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 
 from spell_jax.algorithms.dry import RIGHT, WRONG, DryCall, DryReplies, in_letters
-from spell_jax.algorithms.spell.config import READER, SpellConfig
+from spell_jax.algorithms.spell.config import QuestionsConfig
+from spell_jax.algorithms.spell.sections import READER
 
 _QUESTION_WORDS = 30  # about 64 tokens of a dry run, which has 4 bytes a token
 
 
-def write_replies(config: SpellConfig, call: DryCall) -> DryReplies:
+def write_replies(config: QuestionsConfig, call: DryCall) -> DryReplies:
     """Write a proposal, answers or verdicts. A question that shall not pass is ungrounded."""
     if call.agent == "questioner":
         # Without the filter, nothing but a bad format rejects a question.
-        if not (call.passes or config.grounding_samples):
+        if not (call.passes or config.questioner.grounding_samples):
             return DryReplies(["no question"] * call.count)
         # No two questions have words in common: they would be duplicates.
         name = in_letters(call.number)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import field
 
 from spell_jax.algorithms.episode import QuestionEpisode, only_text, recorded
-from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.sections import VerifierConfig
 from spell_jax.rollout.replies import Reply
 from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.selfplay import cloze, rewards, selection
@@ -110,11 +110,11 @@ def reject(e: SpellEpisode, reason: str) -> SpellEpisode:
     return dataclasses.replace(e, reason=reason, **ungrounded)
 
 
-def is_eligible_verdict(e: SpellEpisode, i: int, config: SpellConfig) -> bool:
+def is_eligible_verdict(e: SpellEpisode, i: int, verifier: VerifierConfig) -> bool:
     """Return whether the verifier may be trained on its votes on answer i."""
     return selection.eligible_verifier_group(
         e.votes[i],
         e.rule[i],
-        consistency=config.consistency_gate,
-        conflict=config.verifier_conflict,
+        consistency=verifier.consistency_gate,
+        conflict=verifier.conflict,
     )

@@ -29,7 +29,7 @@ from spell_jax.algorithms.held_out import (
     score_answer,
     share,
 )
-from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.config import QuestionsConfig
 from spell_jax.data import tiny_world as world
 from spell_jax.data.clusters import LETTERS
 from spell_jax.data.config import TinyEvaluationConfig
@@ -54,7 +54,7 @@ class Proposal(NamedTuple):
 class RoleExams:
     """Makers of exams of the three roles, for given questions and for worlds with an oracle."""
 
-    config: SpellConfig
+    config: QuestionsConfig
     context: AlgorithmContext
 
     def make_prompt(self, question: Question) -> str:
@@ -108,7 +108,7 @@ class RoleExams:
             ExamPrompt(p.rows, p.prompt, functools.partial(measure, p)) for p in proposals
         ]
         # Sampled at sampler.temperature, as training samples questions.
-        options = self.config.question_options
+        options = self.config.questioner.options
         return Exam("questioner", exam_prompts, role="questioner", options=options)
 
 
@@ -155,7 +155,7 @@ def evaluate_questions(
                 letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
                 # The largest m of training, and the first documents: every evaluation shows the
                 # same text.
-                shown = documents[: max(config.documents)]
+                shown = documents[: max(config.questioner.documents)]
                 prompt = prompts.questioner(task, shown, (), letter)
                 yield Proposal(("all", task), task, prompt)
 
@@ -165,12 +165,13 @@ def evaluate_questions(
 
 def evaluate_tiny_world(exams: RoleExams, sizes: TinyEvaluationConfig) -> HeldOut:
     """Make the evaluation; ValueError if the world has too few documents for the questioner."""
-    documents = exams.config.documents
+    documents = exams.config.questioner.documents
     # One known question has m documents, and the questioner reads m new documents too.
     if 2 * max(documents) > len(world.NAMES):
         raise ValueError(
-            f"algorithm.documents = {documents}: the tiny world has {len(world.NAMES)} documents, "
-            "of which a questioner with a known question reads twice as many"
+            f"algorithm.questioner.documents = {documents}: the tiny world has "
+            f"{len(world.NAMES)} documents, of which a questioner with a known question reads "
+            "twice as many"
         )
     return HeldOut(functools.partial(_make_exams, exams, sizes), summarize=mean_of_rows)
 
@@ -217,9 +218,9 @@ def _pairs(exams: RoleExams, sizes: TinyEvaluationConfig) -> Iterator[tuple[str,
 def _proposals(exams: RoleExams, sizes: TinyEvaluationConfig) -> Iterator[Proposal]:
     """Propose questions after m new documents, or after m new and m of a known question."""
     rng = np.random.default_rng([sizes.seed, 2])
-    m = max(exams.config.documents)
+    m = max(exams.config.questioner.documents)
     kind_of_task = {task: kind for kind, task in reversed(world.TASK_OF_KIND.items())}
-    for has_known in (False, True) if exams.config.memory else (False,):
+    for has_known in (False, True) if exams.config.examines_known else (False,):
         for task in (task for task in reversed(kind_of_task) for _ in range(sizes.per_cell)):
             shown = 2 * m if has_known else m
             # Generated with the usual number and cut: in training the questioner reads a part of

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from spell_jax.algorithms.spell.config import CONFIRMED, READER, SpellConfig
+from spell_jax.algorithms.spell.config import QuestionsConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode, reject
+from spell_jax.algorithms.spell.sections import CONFIRMED, READER
 from spell_jax.rollout.replies import Ask
 from spell_jax.selfplay import rules
 from spell_jax.selfplay.hops import join_hop, split_hops
@@ -14,31 +15,30 @@ from spell_jax.selfplay.prompts import Prompts
 
 
 async def read_reference(
-    config: SpellConfig, prompts: Prompts, ask: Ask, e: SpellEpisode, temperature: float | None
+    config: QuestionsConfig, prompts: Prompts, ask: Ask, e: SpellEpisode, temperature: float | None
 ) -> SpellEpisode:
     """Replace a question's reference by the reader's answer; reject the question without one.
 
-    With reference_source "confirmed" the old reference stays, and must equal the reader's answer.
-    The reader sees the questioner's documents. With reader_by_hop the reader answers hop by hop.
+    With the source "confirmed" the old reference stays, and must equal the reader's answer.
+    The reader sees the questioner's documents. With by_hop the reader answers hop by hop.
     """
+    reader = config.reader
     documents = [config.as_read(e.documents)[i] for i in e.shown]
-    hop, links = split_hops(e.question, e.history) if config.reader_by_hop else (e.question, [])
+    hop, links = split_hops(e.question, e.history) if reader.by_hop else (e.question, [])
     reference, leaked = "", False
     # By hops, each answer is put into the next link (docs/algorithm.md, "References by hop"). The
     # last round, without a link, states the reference.
     for link in (*links, None):
         text = prompts.responder(e.task, documents, hop)
-        (reply,) = replies = await ask(
-            "responder", [text], config.reader_samples, READER, temperature
-        )
+        (reply,) = replies = await ask("responder", [text], reader.samples, READER, temperature)
         if reply is None:
             return e.without_reply("reader", replies)
         answers = config.read_answers(reply.scored_texts, e.task)
         answer, count = most_frequent(answers, e.task, config.extract)
         # More than half of all samples: answers that state nothing count against an agreement.
-        agrees = count >= 2 and 2 * count > config.reader_samples
-        if config.reader_unanimous:
-            agrees = count == config.reader_samples
+        agrees = count >= 2 and 2 * count > reader.samples
+        if reader.unanimous:
+            agrees = count == reader.samples
         # gate_leak is an experiment with a leaky filter (arXiv 2605.22217): the question passes
         # with the reader's most frequent answer.
         if answer is None or not (agrees or e.leaks):
@@ -46,7 +46,7 @@ async def read_reference(
         reference, leaked = answer, leaked or not agrees
         hop = join_hop(link, answer) if link else ""
     # A round trip (arXiv 1906.05416): the questioner's own reference stays, as it was written.
-    if config.reference_source == CONFIRMED:
+    if reader.source == CONFIRMED:
         if not rules.same_answer(reference, e.reference, e.task, config.extract):
             return reject(e, "reader_disagrees")
         reference = e.reference

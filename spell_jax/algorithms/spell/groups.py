@@ -9,32 +9,32 @@ import numpy as np
 from spell_jax.algorithms.base import Annotation, Key
 from spell_jax.algorithms.spell.annotations import annotate
 from spell_jax.algorithms.spell.answering import Answering
-from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.config import GradedConfig
 from spell_jax.algorithms.spell.episode import Advantages, SpellEpisode, is_eligible_verdict
+from spell_jax.algorithms.spell.sections import QuestionerConfig, VerifierConfig
 from spell_jax.learner.advantages import questioner_advantages as normalize
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.selfplay import rewards, selection
-from spell_jax.selfplay.prompts import ROLES
 
 
 def role_groups(
     episodes: Sequence[SpellEpisode],
     key: Key,
-    config: SpellConfig,
+    config: GradedConfig,
     answering: Answering,
-    roles: Sequence[str] = ROLES,
+    questioner: QuestionerConfig | None = None,
 ) -> tuple[list[TrainGroup], list[Annotation]]:
     """Return the groups of the trained roles, in the order of the episodes, and annotations.
 
-    `roles` are the roles that a step has.
+    `questioner` is None for a step without a questioner.
     """
     good = choose_questions(episodes, config)
     advantages = responder_advantages(episodes, good, config)
     # Generators of their own: a switch of one role does not change the samples of another.
-    if config.train_questioner and "questioner" in roles:
+    if questioner and questioner.train:
         rng = np.random.default_rng([*key, 1])
-        advantages |= questioner_advantages(episodes, good, config, rng)
-    if config.train_verifier:
+        advantages |= questioner_advantages(episodes, good, questioner, config.ddof, rng)
+    if config.verifier.train:
         rng = np.random.default_rng([*key, 2])
         advantages |= verifier_advantages(episodes, len(good), config, rng)
     groups = [
@@ -43,10 +43,10 @@ def role_groups(
         else episodes[n].reply(role, i).group(values, role)
         for (n, role, i), values in advantages.items()
     ]
-    return groups, annotate(episodes, advantages, config, roles)
+    return groups, annotate(episodes, advantages, config, questioner)
 
 
-def choose_questions(episodes: Sequence[SpellEpisode], config: SpellConfig) -> list[int]:
+def choose_questions(episodes: Sequence[SpellEpisode], config: GradedConfig) -> list[int]:
     """Return the indices of the questions that the responder is trained on."""
     answered = [n for n, e in enumerate(episodes) if e.response is not None]
     scores = [episodes[n].scores for n in answered]
@@ -57,7 +57,7 @@ def choose_questions(episodes: Sequence[SpellEpisode], config: SpellConfig) -> l
 
 
 def responder_advantages(
-    episodes: Sequence[SpellEpisode], good: Sequence[int], config: SpellConfig
+    episodes: Sequence[SpellEpisode], good: Sequence[int], config: GradedConfig
 ) -> Advantages:
     """Normalize the rewards of each question's answers (3)."""
     return {(n, "responder", 0): config.to_advantages(episodes[n].scores) for n in good}
@@ -66,7 +66,8 @@ def responder_advantages(
 def questioner_advantages(
     episodes: Sequence[SpellEpisode],
     good: Sequence[int],
-    config: SpellConfig,
+    questioner: QuestionerConfig,
+    ddof: int,
     rng: np.random.Generator,
 ) -> Advantages:
     """Normalize rewards of the kept and of sampled bad questions (reward 0 or below) (9)."""
@@ -80,9 +81,9 @@ def questioner_advantages(
     negatives = selection.questioner_negatives(
         [tasks[n] for n in good],
         [tasks[n] for n in bad],
-        config.negatives,
+        questioner.negatives,
         rng,
-        by_task=config.negatives_by_task,
+        by_task=questioner.negatives_by_task,
     )
     rows = [*good, *(bad[i] for i in negatives)]
     names = {
@@ -92,8 +93,8 @@ def questioner_advantages(
     values = [episodes[n].reward or 0.0 for n in rows]
     advantages = np.mean(
         [
-            normalize(values, names.get(kind), ddof=config.ddof)
-            for kind in config.questioner_normalization.split("+")
+            normalize(values, names.get(kind), ddof=ddof)
+            for kind in questioner.normalization.split("+")
         ],
         axis=0,
     )
@@ -104,30 +105,31 @@ def questioner_advantages(
 
 
 def verifier_advantages(
-    episodes: Sequence[SpellEpisode], good: int, config: SpellConfig, rng: np.random.Generator
+    episodes: Sequence[SpellEpisode], good: int, config: GradedConfig, rng: np.random.Generator
 ) -> Advantages:
     """Sample judged answers with differing votes from all questions; return advantages (8)."""
+    verifier = config.verifier
     # Answers of all rounds are candidates, also to questions that the update leaves out.
     eligible = [
         (n, i, e.votes[i])
         for n, e in enumerate(episodes)
         for i, reply in enumerate(e.judged)
-        if reply is not None and is_eligible_verdict(e, i, config)
+        if reply is not None and is_eligible_verdict(e, i, verifier)
     ]
     positions = selection.verifier_groups(
         [rewards.majority(votes) for _, _, votes in eligible],
         good * config.group_size,
-        config.verifier_group_size,
-        config.verifier_share,
+        verifier.group_size,
+        verifier.share,
         rng,
-        balance=config.balance_verdicts,
+        balance=verifier.balance,
     )
     return {
-        (n, "verifier", i): config.to_advantages(verifier_rewards(votes, config))
+        (n, "verifier", i): config.to_advantages(verifier_rewards(votes, verifier))
         for n, i, votes in (eligible[at] for at in positions)
     }
 
 
-def verifier_rewards(votes: Sequence[int], config: SpellConfig) -> list[float]:
+def verifier_rewards(votes: Sequence[int], verifier: VerifierConfig) -> list[float]:
     # A malformed vote earns -1, as in the public code (spec 6): the penalty preserves the format.
-    return rewards.verifier_rewards(votes, -1.0 if config.malformed_penalty else 0.0)
+    return rewards.verifier_rewards(votes, -1.0 if verifier.malformed_penalty else 0.0)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.algorithms.episode import count_fields, count_reasons
-from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import STATUSES, SpellEpisode
 from spell_jax.algorithms.spell.groups import verifier_rewards
+from spell_jax.algorithms.spell.sections import VerifierConfig
 from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.selfplay import rewards
 
@@ -17,7 +18,11 @@ _OF_PROMPT = {"reduced": "reduced_m", "dropped": "dropped_from_prompt"}
 _OF_ANSWERED = {"leaked": "leaked", "named": "named_document", "rule": "rule_reward"}
 
 
-def count_questions(episodes: Sequence[SpellEpisode], config: SpellConfig) -> Metrics:
+def count_questions(
+    episodes: Sequence[SpellEpisode],
+    config: AlgorithmConfig,
+    verifier: VerifierConfig | None = None,
+) -> Metrics:
     """Compute shares and means over all episodes and per task (spec section 10)."""
     metrics = Metrics()
     for e in episodes:
@@ -26,8 +31,8 @@ def count_questions(episodes: Sequence[SpellEpisode], config: SpellConfig) -> Me
             config.count_forms(metrics, reply.scored_texts, e.task)
         for suffix in ("", f"/{e.task}"):
             _count(metrics, e, suffix)
-            for votes in e.votes:
-                for reward in verifier_rewards(votes, config):
+            if verifier is not None:
+                for reward in (r for votes in e.votes for r in verifier_rewards(votes, verifier)):
                     metrics.add(f"verifier_reward{suffix}", reward)
     tasks = sorted({e.task for e in episodes})
     for e in (e for e in episodes if e.mixed):

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.spell.config import PROGRESS, SpellConfig
+from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode
+from spell_jax.algorithms.spell.sections import PROGRESS
 from spell_jax.data.stream import TaskStream
 from spell_jax.rollout.replies import Ask, AskModels, Reply
 from spell_jax.selfplay import cloze
@@ -25,8 +26,8 @@ class ProbeProgress:
     """
 
     def __init__(self, config: SpellConfig, prompts: Prompts, stream: TaskStream):
-        self.is_rewarded = config.mapping == PROGRESS
-        self.probes = ProbeSet(config.probes)
+        self.is_rewarded = config.questioner.mapping == PROGRESS
+        self.probes = ProbeSet(config.questioner.probes)
         self._config, self._prompts, self._stream = config, prompts, stream
 
     def measure(self, ask: AskModels) -> None:

@@ -12,8 +12,9 @@ from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.algorithms.episode import judge_answers
 from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell import frozen_reader
-from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.config import QuestionsConfig, SpellConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode, documents_of
+from spell_jax.algorithms.spell.sections import QuestionerConfig
 from spell_jax.data.clusters import CLOZE, LETTERS, Cluster
 from spell_jax.rollout.replies import Ask, AskModels
 from spell_jax.runtime import fault_injection
@@ -22,24 +23,28 @@ from spell_jax.selfplay.given_questions import scores_itself
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 
 
-class Questioner:
-    """A writer of questions about the clusters of a stream, which it remembers.
+class QuestionWriter:
+    """A writer of questions about the clusters of a stream.
 
     Attributes:
       stream: tasks and clusters to write about.
-      memory: solvable questions of earlier steps.
+      memory: questions of earlier steps; none, unless a subclass remembers some.
       model_names: models besides the policy: the frozen reader, if there is one.
       temperature: of all samples that questions are made from; None: sampler.temperature, at which
         the questioner is trained.
     """
 
     def __init__(
-        self, config: SpellConfig, context: AlgorithmContext, temperature: float | None = None
+        self,
+        config: QuestionsConfig,
+        context: AlgorithmContext,
+        temperature: float | None = None,
+        memory: int = 0,
     ):
-        self.config = config
+        self.config, self.section = config, config.questioner
         self.prompts = context.prompts
         self.stream = context.deal(context.clusters())
-        self.memory = QuestionMemory(config.memory)
+        self.memory = QuestionMemory(memory)
         self.model_names = config.frozen_copies
         self.temperature = temperature
         self._count = context.count_tokens
@@ -49,7 +54,7 @@ class Questioner:
     @property
     def compares_proposals(self) -> bool:
         """Whether judge or duplicate search need all proposals of a round."""
-        return self._judge is not None or self.config.questions_per_cluster > 1
+        return self._judge is not None or self.section.questions_per_cluster > 1
 
     def write_all(self, ask: AskModels, episodes: Sequence[SpellEpisode]) -> list[SpellEpisode]:
         """Run parts 1 to 3 of all episodes; drop duplicates and judge answers without documents."""
@@ -83,9 +88,9 @@ class Questioner:
 
         With answer_first each episode has its own document and answer.
         """
-        count = self.config.questions_per_cluster
+        count = self.section.questions_per_cluster
         dealt = self.stream.next(self.config.generation_batch // count)
-        starts = count if self.config.answer_first else 1
+        starts = count if self.section.answer_first else 1
         pairs = [pair for pair in dealt for _ in range(starts)]
         started = [self._start_episode(task, cluster, rng) for task, cluster in pairs]
         return [episode for episode in started for _ in range(count // starts)]
@@ -95,8 +100,8 @@ class Questioner:
         history = self.memory.get(task, cluster.id)
         seen_documents = documents_of(history)
         unseen = [i for i in range(len(cluster.documents)) if i not in seen_documents]
-        m = int(rng.choice(self.config.documents))
-        room = len(cluster.documents) - self.config.unread_documents
+        m = int(rng.choice(self.section.documents))
+        room = len(cluster.documents) - self.section.unread_documents
         if room < 1:
             return SpellEpisode(
                 task, cluster, (), (), status="too_small", reason="too_few_documents"
@@ -106,16 +111,17 @@ class Questioner:
         new = [int(i) for i in rng.permutation(unseen)[:new_count]]
         # The prompt states the right option's letter, sampled uniformly (spec 2.2).
         letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
-        cues = self.config.cues
+        cues = self.section.cues
         cue, span = cues[rng.integers(len(cues))] if cues else "", ""
-        if self.config.answer_first and new:
+        if self.section.answer_first and new:
             spans = cloze.answer_spans(cluster.documents[new[0]])
             spans = [text for text in spans if scores_itself(text, task)]
             if not spans:
                 return SpellEpisode(task, cluster, (), (), status="too_small", reason="no_span")
             span = spans[rng.integers(len(spans))]
             cue = self.prompts.answer_first(span)
-        leaks = self.config.gate_leak > 0 and rng.random() < self.config.gate_leak
+        leak = self.config.reader.gate_leak
+        leaks = leak > 0 and rng.random() < leak
         dropped = 0
         # New documents go first, then the oldest question (spec 2.2).
         while True:
@@ -139,19 +145,18 @@ class Questioner:
 
     async def propose(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
         """Ask for a question and its reference, and parse the reply."""
-        c = self.config
         if not episode.questioner_prompt:
             return episode
         (reply,) = replies = await ask(
             "questioner",
             [episode.questioner_prompt],
             temperature=self.temperature,
-            **self.config.question_options,
+            **self.section.options,
         )
         if reply is None:
             return episode.without_reply("questioner", replies)
         (text,) = reply.texts
-        parsed, hidden = c.parse_question(text, episode.task, self._count), ""
+        parsed, hidden = self.config.parse_question(text, episode.task, self._count), ""
         # truncated = "zero": a proposal that the token cap cut off counts for nothing, even if its
         # text parses.
         if parsed.status == "accepted" and not reply.scored_texts[0]:
@@ -165,11 +170,6 @@ class Questioner:
         is_asked = not episode.span or rules.same_answer(parsed.answer, episode.span, episode.task)
         if parsed.status == "accepted" and not is_asked:
             parsed = parsing.Parsed("bad_format", reason="another_answer")
-        is_bad = parsed.status == "bad_format"
-        # Over-long and non-numeric references are declined. The paper's text punishes all errors
-        # of format (7), its code does not punish these.
-        declined = parsed.status == "declined" and parsed.reason != parsing.NOTHING_TO_ASK
-        is_punished = (is_bad and c.format_penalty) or (declined and c.decline_penalty)
         return replace(
             episode,
             proposal=reply,
@@ -179,8 +179,12 @@ class Questioner:
             hidden=hidden,
             reference=parsed.answer,
             own_reference=parsed.answer,
-            reward=rewards.BAD_FORMAT if is_punished else None,
+            reward=rewards.BAD_FORMAT if self.is_punished(parsed) else None,
         )
+
+    def is_punished(self, parsed: parsing.Parsed) -> bool:
+        """Return whether a proposal that is not accepted earns a negative reward."""
+        return False
 
     def drop_duplicates(self, episodes: Sequence[SpellEpisode]) -> list[SpellEpisode]:
         """End each episode that repeats an earlier question of the same task and cluster."""
@@ -193,7 +197,7 @@ class Questioner:
 
     async def filter(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
         """Reject an accepted question that is answered right without documents, by the rule."""
-        e, samples = episode, self.config.grounding_samples
+        e, samples = episode, self.section.grounding_samples
         if e.status != "accepted" or not samples:
             return e
         # Instead of documents the prompt has the word `Empty` (spec 2.5).
@@ -208,7 +212,7 @@ class Questioner:
         return self._reject_known(e) if self._judge is None else e
 
     def _reject_known(self, e: SpellEpisode) -> SpellEpisode:
-        is_known = sum(e.blind_scores) >= self.config.grounding_threshold
+        is_known = sum(e.blind_scores) >= self.section.grounding_threshold
         return spell_episode.reject(e, "known_without_documents") if is_known else e
 
     # 3. (Option) A frozen copy of the first policy states the reference.
@@ -222,17 +226,41 @@ class Questioner:
         # compared again.
         return self._reject_known(e) if e.status == "accepted" and self._judge is None else e
 
+    def state_dict(self) -> dict[str, Any]:
+        # The public code saves no memory: its resumed run starts with an empty one.
+        return {"stream": self.stream.state_dict(), "memory": self.memory.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state["stream"])
+        self.memory.load_state_dict(state["memory"])
+
+
+class Questioner(QuestionWriter):
+    """The writer that SPELL trains: it is rewarded, and remembers its solvable questions."""
+
+    def __init__(self, config: SpellConfig, context: AlgorithmContext):
+        super().__init__(config, context, memory=config.questioner.memory)
+        self.section: QuestionerConfig = config.questioner
+
+    def is_punished(self, parsed: parsing.Parsed) -> bool:
+        is_bad = parsed.status == "bad_format"
+        # Over-long and non-numeric references are declined. The paper's text punishes all errors
+        # of format (7), its code does not punish these.
+        declined = parsed.status == "declined" and parsed.reason != parsing.NOTHING_TO_ASK
+        c = self.section
+        return (is_bad and c.format_penalty) or (declined and c.decline_penalty)
+
     # After the answers.
 
     def reward(self, e: SpellEpisode) -> float | None:
-        """Return the reward of a question for its answers' rewards, by config.mapping (7).
+        """Return the reward of a question for its answers' rewards, by the mapping (7).
 
         None if one answer is left, which truncated = "drop" leaves: it does not tell how hard the
         question is.
         """
         if not e.scores[1:]:
             return None
-        c = self.config
+        c = self.section
         # The questioner earns 0 where all answers are right or all are wrong (spec 2.6).
         return rewards.questioner_reward(e.mean_score, c.mapping, c.mu, c.sigma) if e.mixed else 0.0
 
@@ -243,15 +271,7 @@ class Questioner:
                 continue
             # Algorithm 1 (line 19) stores questions with r_que > 0, the public code also questions
             # that every answer solves.
-            measure = e.mean_score if self.config.memory_solved else (e.reward or 0.0)
+            measure = e.mean_score if self.section.memory_solved else (e.reward or 0.0)
             if measure > 0:
-                read = e.new if self.config.memory_documents == "new" else e.shown
+                read = e.new if self.section.memory_documents == "new" else e.shown
                 self.memory.push(e.task, e.cluster.id, Entry(read, e.question, e.reference))
-
-    def state_dict(self) -> dict[str, Any]:
-        # The public code saves no memory: its resumed run starts with an empty one.
-        return {"stream": self.stream.state_dict(), "memory": self.memory.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.stream.load_state_dict(state["stream"])
-        self.memory.load_state_dict(state["memory"])

@@ -17,11 +17,11 @@ from tests.algorithms.preference import runs
 from tests.algorithms.scripted import (
     QA,
     ROWS,
-    SMALL,
     Deck,
     Script,
     ScriptedModels,
     make_context,
+    make_small_config,
     roll_out,
     to_groups,
     to_records,
@@ -34,8 +34,10 @@ GIVEN = (
 
 
 def given_algorithm(questions=GIVEN, **options) -> StaticAlgorithm:
-    fields: dict[str, Any] = SMALL | {"generation_batch": len(questions)} | options
-    return make_longpo(LongPoConfig(**fields), make_context(questions=lambda: tuple(questions)))
+    fields: dict[str, Any] = {"generation_batch": len(questions)} | options
+    return make_longpo(
+        make_small_config(LongPoConfig, **fields), make_context(questions=lambda: tuple(questions))
+    )
 
 
 def by_context(role: str, prompt: str, sibling: int, model: str) -> str:
@@ -98,8 +100,8 @@ def test_equal_answers_and_prompts_over_the_cap_make_no_pair():
 
 def test_written_questions_have_the_questioners_documents_as_short_context():
     deck: Any = Deck(ROWS)
-    fields: dict[str, Any] = SMALL | {"generation_batch": len(ROWS)}
-    config = LongPoConfig(static_questions=len(ROWS), **fields)
+    count = len(ROWS)
+    config = make_small_config(LongPoConfig, static_questions=count, generation_batch=count)
     algorithm = make_longpo(config, make_context(deal=lambda _: deck))
     models = ScriptedModels(Script(ROWS))
     episodes = roll_out(algorithm, models, 1)

@@ -18,9 +18,9 @@ from tests.algorithms.preference import runs
 from tests.algorithms.preference.test_longpo import text
 from tests.algorithms.scripted import (
     QA,
-    SMALL,
     ScriptedModels,
     make_context,
+    make_small_config,
     roll_out,
     to_groups,
     to_records,
@@ -31,8 +31,10 @@ GIVEN = tuple(Question(QA, DOCUMENTS, f"{name}?", "right", shown=(1,)) for name 
 
 
 def given_algorithm(questions=GIVEN, **options) -> StaticAlgorithm:
-    fields: dict[str, Any] = SMALL | {"generation_batch": len(questions)} | options
-    return make_solopo(SoLoPoConfig(**fields), make_context(questions=lambda: tuple(questions)))
+    fields: dict[str, Any] = {"generation_batch": len(questions)} | options
+    return make_solopo(
+        make_small_config(SoLoPoConfig, **fields), make_context(questions=lambda: tuple(questions))
+    )
 
 
 def write(role: str, prompt: str, sibling: int, model: str) -> str:

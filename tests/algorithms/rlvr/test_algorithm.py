@@ -28,6 +28,7 @@ from tests.algorithms.scripted import (
     Script,
     ScriptedModels,
     by_role,
+    make_config,
     make_context,
     read,
     roll_out,
@@ -43,8 +44,8 @@ def new_algorithm(rows=ROWS, static: int = len(ROWS), **options) -> StaticAlgori
     """Make an algorithm that writes its questions about the rows' clusters."""
     judge = options.pop("judge", None)
     deck: Any = Deck(rows)
-    fields = SMALL | {"generation_batch": len(rows), "verifier_share": 1.0} | options
-    config = RlvrConfig(static_questions=static, **fields)
+    fields = SMALL | {"generation_batch": len(rows), "verifier__share": 1.0} | options
+    config = make_config(RlvrConfig, static_questions=static, **fields)
     return make_rlvr(config, make_context(deal=lambda _: deck, judge=judge))
 
 
@@ -80,7 +81,7 @@ def test_static_questions_are_written_once():
 
 
 def test_the_set_is_written_at_a_temperature_of_its_own():
-    algorithm = new_algorithm(static_temperature=0.4, reference_source="frozen_reader")
+    algorithm = new_algorithm(static_temperature=0.4, reader__source="frozen_reader")
     ask = new_ask()
     roll_out(algorithm, ask, 1)
     writing = [c for c in ask.calls if c.temperature is not None]
@@ -135,7 +136,9 @@ def test_step_takes_rounds_of_written_questions_until_enough_have_mixed_rewards(
 
 
 def test_budgets_are_those_of_all_rounds():
-    config = RlvrConfig(**SMALL | {"questions": 30, "generation_batch": 9, "max_generations": 3})
+    config = make_config(
+        RlvrConfig, **SMALL | {"questions": 30, "generation_batch": 9, "max_generations": 3}
+    )
     answers, verdicts = config.budgets()
     assert (answers.prompts, answers.replies, answers.trained) == (9, 4, 27)
     assert (verdicts.prompts, verdicts.trained) == (36, 6)
@@ -150,7 +153,7 @@ def test_only_responder_and_verifier_are_trained():
     assert groups["questioner"] == []
     prompt, answers, _ = read(groups["responder"][0])
     assert "d" in prompt.split(".")[0] and len(answers) == 4
-    plain, ask = new_algorithm(responder_reward="rule"), new_ask()
+    plain, ask = new_algorithm(responder__reward="rule"), new_ask()
     groups = by_role(to_groups(plain, roll_out(plain, ask, 1)))
     assert groups["responder"] and groups["verifier"] == []
     assert "verifier" not in {c.role for c in ask.calls}
@@ -158,7 +161,7 @@ def test_only_responder_and_verifier_are_trained():
 
 def test_static_questions_keep_frozen_reader_references():
     rows = [Row(QA, "ok", 0, 2, 1, 4), Row(MATH, "ok", 0, 2, 1, 4), Row(QA, "ok", 0, 1, 1, 1)]
-    algorithm = new_algorithm(rows, static=3, reference_source="frozen_reader")
+    algorithm = new_algorithm(rows, static=3, reader__source="frozen_reader")
     ask = new_ask(rows, reader={0: ("beta0",), 1: ("1", "2", "3", "4")})
     first = roll_out(algorithm, ask, 1)
     assert algorithm.model_names == ("reference_reader",)
@@ -172,7 +175,7 @@ def test_static_questions_keep_frozen_reader_references():
 
 @pytest.mark.parametrize("reward", ["max", "random"])
 def test_algorithm_resumes_from_state_dict(reward):
-    options = {"responder_reward": reward, "generation_batch": 5, "verifier_share": 0.5}
+    options = {"responder__reward": reward, "generation_batch": 5, "verifier__share": 0.5}
     options |= {"questions": 4, "max_generations": 3}
     uninterrupted = new_algorithm(**options)
     uninterrupted_trace = run_steps(uninterrupted, new_ask(), range(1, 5))
@@ -187,7 +190,7 @@ def test_algorithm_resumes_from_state_dict(reward):
 
 
 def test_written_questions_of_a_cluster_are_asked_together():
-    options = {"questions_per_cluster": 4, "generation_batch": 4, "max_generations": 1}
+    options = {"questioner__questions_per_cluster": 4, "generation_batch": 4, "max_generations": 1}
     algorithm = new_algorithm([Row(QA, "ok", 0, 1, 1, 1)], static=4, **options)
     questions = [f"Q00.{i} what?" for i in range(4)]
     algorithm.questions._written = [
@@ -208,7 +211,7 @@ def test_written_questions_of_a_cluster_are_asked_together():
 
 @pytest.mark.parametrize("together", [1, 4])
 def test_every_written_question_is_asked_once_an_epoch(together: int) -> None:
-    algorithm = new_algorithm(questions_per_cluster=together, generation_batch=4)
+    algorithm = new_algorithm(questioner__questions_per_cluster=together, generation_batch=4)
     # One cluster has more questions than all other clusters together.
     clusters = ["d0"] * 9 + ["d1"] * 2 + ["d2"]
     algorithm.questions._written = [{"cluster": name} for name in clusters]
@@ -238,7 +241,7 @@ def test_episodes_keep_the_documents_shown_to_the_questioner():
 
 def test_invalid_setting_is_named_in_the_error():
     with pytest.raises(ValueError, match=r"algorithm\.static_questions = 0"):
-        RlvrConfig(static_questions=0)
+        make_config(RlvrConfig, static_questions=0)
 
 
 # A given set of questions.
@@ -260,7 +263,7 @@ def given_algorithm(
         questions=lambda: given_questions,
         judge=options.pop("judge", None),
     )
-    config = RlvrConfig(**(SMALL | {"generation_batch": len(ROWS)} | options))
+    config = make_config(RlvrConfig, **(SMALL | {"generation_batch": len(ROWS)} | options))
     return make_rlvr(config, context)
 
 
@@ -270,7 +273,7 @@ def test_given_questions_are_answered_from_their_documents():
     assert stems(episodes) == [q.question[:3] for q in GIVEN]
     assert {c.role for c in ask.calls} == {"responder", "verifier"}  # no questioner, no filter
     assert (
-        given_algorithm(reference_source="frozen_reader").model_names == ()
+        given_algorithm(reader__source="frozen_reader").model_names == ()
     )  # references stay as given
     prompts = {p for c in ask.calls if c.role == "responder" for p in c.prompts}
     assert prompts == {PROMPTS.responder(q.task, q.documents, q.question) for q in GIVEN}
@@ -287,7 +290,7 @@ def test_given_questions_are_answered_from_their_documents():
 
 
 def test_given_questions_give_responder_groups_as_in_spell():
-    algorithm, ask = given_algorithm(responder_reward="rule"), new_ask()
+    algorithm, ask = given_algorithm(responder__reward="rule"), new_ask()
     groups = by_role(to_groups(algorithm, roll_out(algorithm, ask, 1)))
     assert groups["questioner"] == groups["verifier"] == []
     assert len(groups["responder"]) == 6
@@ -311,7 +314,7 @@ def test_given_questions_are_sampled_by_task_weight_and_epoch():
 
 
 def test_given_questions_fill_the_batch_in_rounds():
-    options = {"generation_batch": 5, "max_generations": 9, "responder_reward": "rule"}
+    options = {"generation_batch": 5, "max_generations": 9, "responder__reward": "rule"}
     algorithm, ask = given_algorithm(questions=3, **options), new_ask()
     for step in range(1, 6):
         ask.calls.clear()
@@ -336,7 +339,7 @@ def test_given_questions_of_other_tasks_are_left_out(caplog):
 
 
 def test_algorithm_with_given_questions_resumes_from_state_dict():
-    options = {"responder_reward": "random", "generation_batch": 5, "max_generations": 3}
+    options = {"responder__reward": "random", "generation_batch": 5, "max_generations": 3}
     uninterrupted_trace = run_steps(given_algorithm(**options), new_ask(), range(1, 6))
     algorithm = given_algorithm(**options)
     run_steps(algorithm, new_ask(), (1, 2))
@@ -388,7 +391,7 @@ def test_judge_can_replace_the_rule_on_given_questions():
         judged_items.extend(items)
         return [1] * len(items)
 
-    algorithm, ask = given_algorithm(rule="judge", judge=judge, responder_reward="rule"), new_ask()
+    algorithm, ask = given_algorithm(rule="judge", judge=judge, responder__reward="rule"), new_ask()
     episodes = roll_out(algorithm, ask, 1)
     scored_answers = lambda e: zip(e.rule, e.stated, strict=True)  # noqa: E731
     answered = [words for e in episodes for words in e.stated if words is not None]

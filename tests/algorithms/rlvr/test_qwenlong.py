@@ -26,6 +26,7 @@ from tests.algorithms.scripted import (
     Deck,
     Script,
     ScriptedModels,
+    make_config,
     make_context,
     roll_out,
 )
@@ -37,7 +38,7 @@ GIVEN = tuple(Question(QA, ("w " * n,), f"Q{i:02d}", "right") for i, n in enumer
 
 def new_algorithm(questions=GIVEN, steps: int = 4, **options) -> StaticAlgorithm:
     fields: dict[str, Any] = SMALL | {"generation_batch": 4, "phase_tokens": (5, 10)} | options
-    config = QwenLongConfig(**fields)
+    config = make_config(QwenLongConfig, **fields)
     return make_qwenlong(config, make_context(questions=lambda: tuple(questions), steps=steps))
 
 
@@ -113,7 +114,7 @@ def test_phases_without_a_question_are_left_out():
 )
 def test_bad_fields_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
-        QwenLongConfig(**fields)
+        make_config(QwenLongConfig, **fields)
 
 
 def test_state_is_that_of_the_uninterrupted_algorithm():
@@ -133,7 +134,9 @@ def test_written_questions_are_divided_into_phases_and_restored():
         deck: Any = Deck(ROWS)
         count = len(ROWS)
         fields: dict[str, Any] = SMALL | {"generation_batch": count, "phase_tokens": (8, 9)}
-        config = QwenLongConfig(static_questions=count, retrospective_share=0.0, **fields)
+        config = make_config(
+            QwenLongConfig, static_questions=count, retrospective_share=0.0, **fields
+        )
 
         def deal(source: Any) -> Any:  # the questions of a phase, or the clusters to write about
             return TaskStream(source, PAPER_TASKS, (1.0,) * 3, seed=0) if source.tasks else deck

@@ -22,12 +22,12 @@ from tests.algorithms.scripted import (
     PROMPTS,
     QA,
     ROWS,
-    SMALL,
     Script,
     ScriptedModels,
     by_role,
     make_algorithm,
     make_context,
+    make_small_config,
     roll_out,
     to_groups,
 )
@@ -49,9 +49,9 @@ def decode(tokens: Any) -> str:
 def make_distillation(
     kind: Any = make_self_distillation, config: Any = SelfDistillationConfig, **options
 ):
-    fields: dict[str, Any] = SMALL | {"generation_batch": len(GIVEN)} | options
+    fields: dict[str, Any] = {"generation_batch": len(GIVEN)} | options
     context = make_context(questions=lambda: GIVEN, teacher_prompt=encode)
-    return kind(config(**fields), context)
+    return kind(make_small_config(config, **fields), context)
 
 
 def right_or_wrong(role: str, prompt: str, sibling: int, model: str) -> str:
@@ -82,7 +82,7 @@ def test_questions_over_the_cap_have_no_group() -> None:
 
 
 def test_rlvr_gives_the_teachers_prompt_beside_its_own_advantages() -> None:
-    algorithm = make_distillation(make_rlvr, RlvrConfig, responder_reward="rule")
+    algorithm = make_distillation(make_rlvr, RlvrConfig, responder__reward="rule")
     groups = to_groups(algorithm, roll_out(algorithm, ScriptedModels(right_or_wrong), 1))
     assert len(groups) == 2
     for group in groups:

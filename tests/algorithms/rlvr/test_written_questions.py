@@ -12,15 +12,15 @@ import pytest
 from spell_jax.algorithms import registry
 from spell_jax.algorithms.base import Algorithm, AlgorithmContext
 from spell_jax.algorithms.spell.episode import SpellEpisode
-from spell_jax.algorithms.spell.questioner import Questioner
+from spell_jax.algorithms.spell.questioner import QuestionWriter
 from spell_jax.data.clusters import CLOZE, Cluster, in_memory
 from spell_jax.data.stream import TaskStream
 from tests.algorithms.scripted import (
     CHOICE,
     QA,
-    SMALL,
     ScriptedModels,
     make_context,
+    make_small_config,
     roll_out,
     to_groups,
 )
@@ -62,9 +62,9 @@ def make_context_of_clusters() -> AlgorithmContext:
 
 
 def make(name: str) -> tuple[Any, Algorithm]:
-    options = {"generation_batch": 3, "static_questions": 3, "documents": (3,)}
-    options |= {"unread_documents": 0, "reference_source": "frozen_reader"}
-    config = registry.ALGORITHMS[name].config(**SMALL | options)
+    options = {"generation_batch": 3, "static_questions": 3, "reader__source": "frozen_reader"}
+    options |= {"questioner__documents": (3,), "questioner__unread_documents": 0}
+    config = make_small_config(registry.ALGORITHMS[name].config, **options)
     return config, registry.ALGORITHMS[name].make(config, make_context_of_clusters())
 
 
@@ -76,7 +76,7 @@ def facts(episodes: Sequence[SpellEpisode]) -> list[tuple]:
 @pytest.mark.parametrize("name", NAMES)
 def test_questions_are_answered_as_written_also_after_a_resume(name: str) -> None:
     config, algorithm = make(name)
-    questioner = Questioner(config, make_context_of_clusters())
+    questioner = QuestionWriter(config, make_context_of_clusters())
     started = questioner.start_episodes(np.random.default_rng((0, 1)))
     written = facts(questioner.write_all(ScriptedModels(write), started))
     assert [fact[-3:] for fact in written] == [

@@ -18,6 +18,7 @@ from tests.algorithms.scripted import (
     Row,
     Script,
     by_role,
+    make_config,
     number,
     read,
     to_groups,
@@ -28,44 +29,44 @@ REWARDED = {"scores", "rewards", "memory"}
 UPDATE = {"responder", "questioner", "verifier"}
 # Switch -> the results that it changes; all others must stay the same.
 SWITCHES = {
-    "memory": ({"memory": 0}, {"memory"}),
-    "memory of solved questions": ({"memory_solved": True}, {"memory"}),
-    "documents": ({"documents": (1,)}, {"shown", "memory", "questioner"}),
+    "memory": ({"questioner__memory": 0}, {"memory"}),
+    "memory of solved questions": ({"questioner__memory_solved": True}, {"memory"}),
+    "documents": ({"questioner__documents": (1,)}, {"shown", "memory", "questioner"}),
     "unread documents": (
-        {"documents": (3,), "unread_documents": 0},
+        {"questioner__documents": (3,), "questioner__unread_documents": 0},
         {"shown", "memory", "questioner"},
     ),
-    "frozen questioner": ({"train_questioner": False}, {"questioner"}),
-    "no format penalty": ({"format_penalty": False}, {"rewards", "questioner"}),
-    "decline penalty": ({"decline_penalty": True}, {"rewards", "questioner"}),
-    "no grounding filter": ({"grounding_samples": 0}, ANSWERED | UPDATE),
-    "two samples to filter": ({"grounding_samples": 2}, {"calls"}),
+    "frozen questioner": ({"questioner__train": False}, {"questioner"}),
+    "no format penalty": ({"questioner__format_penalty": False}, {"rewards", "questioner"}),
+    "decline penalty": ({"questioner__decline_penalty": True}, {"rewards", "questioner"}),
+    "no grounding filter": ({"questioner__grounding_samples": 0}, ANSWERED | UPDATE),
+    "two samples to filter": ({"questioner__grounding_samples": 2}, {"calls"}),
     "long answers": (
-        {"max_answer_tokens": 50},
+        {"questioner__max_answer_tokens": 50},
         {"calls", "status", "reference", "rule", "votes", "scores", "rewards", "questioner"},
     ),
-    "azr": ({"mapping": "azr"}, {"rewards", "questioner"}),
-    "r_zero": ({"mapping": "r_zero"}, {"rewards", "questioner"}),
-    "sigma": ({"sigma": 0.5 / 2}, {"rewards", "questioner"}),
-    "mu": ({"mu": 0.4}, {"rewards", "questioner"}),
-    "fewer negatives": ({"negatives": 0.5}, {"questioner"}),
-    "no negatives": ({"negatives": 0}, {"questioner"}),
-    "normalized per task": ({"questioner_normalization": "task"}, {"questioner"}),
-    "frozen verifier": ({"train_verifier": False}, {"verifier"}),
-    "verifier share": ({"verifier_share": 0.5}, {"verifier"}),
-    "no consistency gate": ({"consistency_gate": False}, {"verifier"}),
-    "balance": ({"balance_verdicts": True}, {"verifier"}),
-    "no verifier": ({"responder_reward": "rule"}, {"calls", "votes"} | REWARDED | UPDATE),
-    "random": ({"responder_reward": "random"}, {"calls", "votes"} | REWARDED | UPDATE),
-    "verifier alone": ({"responder_reward": "verifier"}, REWARDED | {"responder", "questioner"}),
-    "mean": ({"responder_reward": "mean"}, REWARDED | {"responder", "questioner"}),
-    "min": ({"responder_reward": "min"}, REWARDED | {"responder", "questioner"}),
+    "azr": ({"questioner__mapping": "azr"}, {"rewards", "questioner"}),
+    "r_zero": ({"questioner__mapping": "r_zero"}, {"rewards", "questioner"}),
+    "sigma": ({"questioner__sigma": 0.5 / 2}, {"rewards", "questioner"}),
+    "mu": ({"questioner__mu": 0.4}, {"rewards", "questioner"}),
+    "fewer negatives": ({"questioner__negatives": 0.5}, {"questioner"}),
+    "no negatives": ({"questioner__negatives": 0}, {"questioner"}),
+    "normalized per task": ({"questioner__normalization": "task"}, {"questioner"}),
+    "frozen verifier": ({"verifier__train": False}, {"verifier"}),
+    "verifier share": ({"verifier__share": 0.5}, {"verifier"}),
+    "no consistency gate": ({"verifier__consistency_gate": False}, {"verifier"}),
+    "balance": ({"verifier__balance": True}, {"verifier"}),
+    "no verifier": ({"responder__reward": "rule"}, {"calls", "votes"} | REWARDED | UPDATE),
+    "random": ({"responder__reward": "random"}, {"calls", "votes"} | REWARDED | UPDATE),
+    "verifier alone": ({"responder__reward": "verifier"}, REWARDED | {"responder", "questioner"}),
+    "mean": ({"responder__reward": "mean"}, REWARDED | {"responder", "questioner"}),
+    "min": ({"responder__reward": "min"}, REWARDED | {"responder", "questioner"}),
     "fewer questions": ({"questions": 4}, UPDATE),
     "no deviation": ({"divide_by_deviation": False}, {"responder", "verifier"}),
     "surplus": ({"questions": 4, "keep_surplus": True}, UPDATE),
     "G": ({"group_size": 3}, {"calls", "rule", "votes"} | REWARDED | UPDATE),
     "single verdict": (
-        {"verifier_group_size": 1},
+        {"verifier__group_size": 1},
         {"calls", "votes"} | REWARDED | UPDATE,
     ),
 }
@@ -95,16 +96,16 @@ def test_rewards_of_each_question_outcome():
     assert rollout.of(8).reward == -0.5 and rollout.of(9).reward == -0.5
     for at in (5, 6, 7):  # a zero, a long answer, an unfinished thought: no reward
         assert (rollout.of(at).status, rollout.of(at).reward) == ("declined", None)
-        assert Rollout(decline_penalty=True).of(at).reward == -1.0
+        assert Rollout(questioner__decline_penalty=True).of(at).reward == -1.0
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"mapping": "azr"}, 1 - 3 / 4),
-        ({"mapping": "r_zero"}, 1 - 2 * (3 / 4 - 1 / 2)),
-        ({"sigma": 0.5 / 2}, gaussian(3 / 4, sigma=0.5 / 2)),
-        ({"mu": 0.75}, 1.0),
+        ({"questioner__mapping": "azr"}, 1 - 3 / 4),
+        ({"questioner__mapping": "r_zero"}, 1 - 2 * (3 / 4 - 1 / 2)),
+        ({"questioner__sigma": 0.5 / 2}, gaussian(3 / 4, sigma=0.5 / 2)),
+        ({"questioner__mu": 0.75}, 1.0),
     ],
 )
 def test_questioner_reward_of_each_mapping(options, expected):
@@ -124,14 +125,14 @@ def test_questioner_reward_of_each_mapping(options, expected):
     ],
 )
 def test_rule_and_verifier_majority_combine_as_configured(how, of_14, of_16):
-    rollout = Rollout(responder_reward=how)
+    rollout = Rollout(responder__reward=how)
     assert rollout.of(14).scores == tuple(of_14)
     assert rollout.of(16).scores == tuple(of_16)
     assert rollout.of(2).scores == (1, 1, 1, 0)  # an ignored verifier leaves the rule's reward
 
 
 def test_random_rewards_are_fair_coin_flips():
-    rollout = Rollout(responder_reward="random", group_size=64)
+    rollout = Rollout(responder__reward="random", group_size=64)
     scores = np.concatenate([e.scores for e in rollout.episodes if e.scores])
     assert set(scores) == {0.0, 1.0}
     assert abs(scores.mean() - 0.5) < 4 * 0.5 / math.sqrt(len(scores))
@@ -174,7 +175,7 @@ def test_advantages_without_deviation_are_centered_rewards():
 
 @pytest.mark.parametrize("rows", ["batch", "task"])
 def test_questioner_advantages_are_normalized_over_batch_or_task(rows):
-    rollout = Rollout(questioner_normalization=rows)
+    rollout = Rollout(questioner__normalization=rows)
     written = {e.proposal.texts[0]: e for e in rollout.episodes}
     read_rows = [read(group) for group in rollout.groups["questioner"]]
     row_episodes = [written[answers[0]] for _, answers, _ in read_rows]
@@ -199,14 +200,16 @@ def test_questioner_negatives_follow_the_switches():
             number(e) for e in rollout.episodes if e.proposal.texts[0] in trained and not e.mixed
         ]
 
-    assert len(bad(negatives=0.5)) == 1 + 1 + 0  # int(half) of 2, 1 and 3 kept questions, by task
-    assert bad(negatives=0) == []
-    assert Rollout(train_questioner=False).groups["questioner"] == []
-    assert {3, 4} & set(bad(negatives=9)) and not {3, 4} & set(
-        bad(negatives=9, format_penalty=False)
+    assert (
+        len(bad(questioner__negatives=0.5)) == 1 + 1 + 0
+    )  # int(half) of 2, 1 and 3 kept questions, by task
+    assert bad(questioner__negatives=0) == []
+    assert Rollout(questioner__train=False).groups["questioner"] == []
+    assert {3, 4} & set(bad(questioner__negatives=9)) and not {3, 4} & set(
+        bad(questioner__negatives=9, questioner__format_penalty=False)
     )
-    assert {8, 9} & set(bad(negatives=9))
-    assert not {5, 6, 7} & set(bad(negatives=9))  # declined questions are never used
+    assert {8, 9} & set(bad(questioner__negatives=9))
+    assert not {5, 6, 7} & set(bad(questioner__negatives=9))  # declined questions are never used
 
 
 def verifier_verdicts(rollout: Rollout) -> list[tuple[int, tuple[str, ...], tuple[float, ...]]]:
@@ -218,7 +221,7 @@ def verifier_verdicts(rollout: Rollout) -> list[tuple[int, tuple[str, ...], tupl
 
 
 def test_verifier_trains_on_split_votes_that_agree_with_the_rule():
-    everything = {"verifier_share": 9.0}
+    everything = {"verifier__share": 9.0}
     rows = verifier_verdicts(Rollout(**everything))
     # Unanimous or tied votes are not trained on, and the gate requires that the majority agrees
     # with the rule. Row 15 (all right) gives no responder rows, but its verdicts give verifier
@@ -230,22 +233,26 @@ def test_verifier_trains_on_split_votes_that_agree_with_the_rule():
         expected_advantages = (right - right.mean()) / (right.std(ddof=1) + 1e-6)
         assert advantages == pytest.approx(expected_advantages, abs=1e-4)
     without_gate = [
-        at for at, *_ in verifier_verdicts(Rollout(**everything, consistency_gate=False))
+        at for at, *_ in verifier_verdicts(Rollout(**everything, verifier__consistency_gate=False))
     ]
     assert without_gate == [1, 12, 13, 13, 13, 15, 15, 15, 17, 17, 17, 17]
-    balanced = verifier_verdicts(Rollout(**everything, balance_verdicts=True))
+    balanced = verifier_verdicts(Rollout(**everything, verifier__balance=True))
     majorities = [answers.count("[[YES]]") > 2 for _, answers, _ in balanced]
     assert sorted(majorities) == [False, False, True, True]
-    assert Rollout(train_verifier=False).groups["verifier"] == []
+    assert Rollout(verifier__train=False).groups["verifier"] == []
     # Single verdicts never disagree, so the single-verdict ablation does not train the verifier.
-    assert Rollout(**everything, verifier_group_size=1).groups["verifier"] == []
+    assert Rollout(**everything, verifier__group_size=1).groups["verifier"] == []
 
 
 @pytest.mark.parametrize("penalty", [True, False])
 def test_malformed_votes_are_penalized_in_usable_groups(penalty):
     rows = [Row(QA, "ok", 0, 1, 1, 0)]
     script = Script(rows, verdicts={0: ("[[YES]]", "[[YES]]", "[[YES]]", "[[NO]]", "?")})
-    options = {"verifier_group_size": 5, "verifier_share": 9.0, "malformed_penalty": penalty}
+    options = {
+        "verifier__group_size": 5,
+        "verifier__share": 9.0,
+        "verifier__malformed_penalty": penalty,
+    }
     rollout = Rollout(rows, script=script, **options)
     assert rollout.of(0).votes[0] == (1, 1, 1, 0, -1)
     rewards = np.array([1, 1, 1, 0, -penalty])
@@ -260,22 +267,22 @@ def test_one_malformed_vote_is_a_conflict_in_the_papers_text_alone(
 ):
     rows = [Row(QA, "ok", 0, 1, 0, 0)]
     script = Script(rows, verdicts={0: (*["[[YES]]"] * 7, "?")})
-    options = {"verifier_group_size": 8, "verifier_share": 9.0, "group_size": 2}
-    options |= {"malformed_penalty": malformed_penalty, "verifier_conflict": conflict}
+    options = {"verifier__group_size": 8, "verifier__share": 9.0, "group_size": 2}
+    options |= {"verifier__malformed_penalty": malformed_penalty, "verifier__conflict": conflict}
     rollout = Rollout(rows, script=script, **options)
     trained = rollout.groups["verifier"]
     assert len(trained) == groups
     for group in trained:
         assert np.sign(read(group)[2]).tolist() == [1] * 7 + [-1]
-    assert SpellConfig().verifier_conflict == "any"
+    assert SpellConfig().verifier.conflict == "any"
 
 
 def test_questioner_switches_keep_the_sampled_verifier_groups():
-    share = {"verifier_share": 0.5}  # 3 of 10 groups are chosen
+    share = {"verifier__share": 0.5}  # 3 of 10 groups are chosen
     sampled_groups = verifier_verdicts(Rollout(**share))
     assert len(sampled_groups) == 3
-    assert sampled_groups == verifier_verdicts(Rollout(**share, negatives=0.5))
-    assert sampled_groups == verifier_verdicts(Rollout(**share, train_questioner=False))
+    assert sampled_groups == verifier_verdicts(Rollout(**share, questioner__negatives=0.5))
+    assert sampled_groups == verifier_verdicts(Rollout(**share, questioner__train=False))
 
 
 def test_building_groups_twice_gives_the_same_groups():
@@ -311,27 +318,30 @@ def test_step_without_usable_rows_gives_no_groups(row):
         ({"generation_batch": 0}, "generation_batch"),
         ({"max_generations": 0}, "max_generations"),
         ({"group_size": 1}, "group_size"),
-        ({"verifier_group_size": 0}, "verifier_group_size"),
-        ({"documents": ()}, "documents"),
-        ({"documents": (3, 0)}, "documents"),
-        ({"unread_documents": -1}, "unread_documents"),
-        ({"memory": -1}, "memory"),
-        ({"memory_documents": "all"}, "memory_documents"),
-        ({"mapping": "linear"}, "mapping"),
-        ({"sigma": 0.0}, "sigma"),
-        ({"max_answer_tokens": 0}, "max_answer_tokens"),
-        ({"grounding_samples": -1}, "grounding_samples"),
-        ({"grounding_samples": 1, "grounding_threshold": 2}, "grounding_threshold"),
-        ({"reference_source": "oracle"}, "reference_source"),
-        ({"reader_samples": 1}, "reader_samples"),
-        ({"responder_reward": "sum"}, "responder_reward"),
-        ({"questioner_normalization": "role"}, "questioner_normalization"),
+        ({"verifier__group_size": 0}, "verifier.group_size"),
+        ({"questioner__documents": ()}, "questioner.documents"),
+        ({"questioner__documents": (3, 0)}, "questioner.documents"),
+        ({"questioner__unread_documents": -1}, "questioner.unread_documents"),
+        ({"questioner__memory": -1}, "questioner.memory"),
+        ({"questioner__memory_documents": "all"}, "questioner.memory_documents"),
+        ({"questioner__mapping": "linear"}, "questioner.mapping"),
+        ({"questioner__sigma": 0.0}, "questioner.sigma"),
+        ({"questioner__max_answer_tokens": 0}, "questioner.max_answer_tokens"),
+        ({"questioner__grounding_samples": -1}, "questioner.grounding_samples"),
+        (
+            {"questioner__grounding_samples": 1, "questioner__grounding_threshold": 2},
+            "questioner.grounding_threshold",
+        ),
+        ({"reader__source": "oracle"}, "reader.source"),
+        ({"reader__samples": 1}, "reader.samples"),
+        ({"responder__reward": "sum"}, "responder.reward"),
+        ({"questioner__normalization": "role"}, "questioner.normalization"),
         ({"rule": "gpt"}, "rule"),
-        ({"negatives": -1}, "negatives"),
-        ({"verifier_share": -0.1}, "verifier_share"),
-        ({"verifier_conflict": "majority"}, "verifier_conflict"),
+        ({"questioner__negatives": -1}, "questioner.negatives"),
+        ({"verifier__share": -0.1}, "verifier.share"),
+        ({"verifier__conflict": "majority"}, "verifier.conflict"),
     ],
 )
 def test_invalid_setting_is_named_in_the_error(options, field):
     with pytest.raises(ValueError, match=rf"algorithm\.{field} = "):
-        SpellConfig(**options)
+        make_config(SpellConfig, **options)

@@ -1,4 +1,4 @@
-"""Tests of questions whose answer a rule chooses (algorithm.answer_first)."""
+"""Tests of questions whose answer a rule chooses (algorithm.questioner.answer_first)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.algorithms.scripted import (
     QA,
     SMALL,
     ScriptedModels,
+    make_config,
     make_context,
     roll_out,
     to_records,
@@ -34,12 +35,17 @@ def obedient(role: str, prompt: str, sibling: int, model: str) -> str:
 
 
 def make(documents=DOCUMENTS, **options) -> Spell:
-    fields = {"answer_first": True, "documents": (1,), "generation_batch": 40, "memory": 0}
+    fields = {
+        "questioner__answer_first": True,
+        "questioner__documents": (1,),
+        "generation_batch": 40,
+        "questioner__memory": 0,
+    }
     context = make_context(
         clusters=lambda: in_memory([Cluster("c", documents)]),
         deal=lambda source: TaskStream(source, (QA,), (1.0,), seed=0),
     )
-    return Spell(SpellConfig(**(SMALL | fields | options)), context)
+    return Spell(make_config(SpellConfig, **(SMALL | fields | options)), context)
 
 
 def test_answer_is_a_name_or_number_of_the_shown_document() -> None:
@@ -56,7 +62,7 @@ def test_answer_is_a_name_or_number_of_the_shown_document() -> None:
 
 
 def test_questions_about_a_cluster_have_answers_of_their_own() -> None:
-    algorithm = make(DOCUMENTS[:2], generation_batch=20, questions_per_cluster=20)
+    algorithm = make(DOCUMENTS[:2], generation_batch=20, questioner__questions_per_cluster=20)
     episodes = roll_out(algorithm, ScriptedModels(obedient), 1)
     assert {e.span for e in episodes} == SPANS
 
@@ -83,7 +89,7 @@ def test_round_trip_needs_the_answer_of_all_samples() -> None:
         is_sure = right_answer in ("Rome", "1957") or sibling
         return f"The answer is {right_answer if is_sure else 'Lima'}"
 
-    options = {"reference_source": "confirmed", "reader_unanimous": True}
+    options = {"reader__source": "confirmed", "reader__unanimous": True}
     episodes = roll_out(make(DOCUMENTS[:2], **options), ScriptedModels(write), 1)
     by_status = {e.status: {o.span for o in episodes if o.status == e.status} for e in episodes}
     assert by_status == {"accepted": {"Rome", "1957"}, "ungrounded": {"Oslo", "June 1960"}}

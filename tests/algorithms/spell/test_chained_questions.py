@@ -15,7 +15,7 @@ from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.clusters import in_memory
 from spell_jax.data.stream import TaskStream
 from spell_jax.selfplay.memory import Entry
-from tests.algorithms.scripted import ScriptedModels, make_context, roll_out
+from tests.algorithms.scripted import ScriptedModels, make_config, make_context, roll_out
 
 CLUSTERS = world.make_clusters(0, 4, (9,))
 DOCUMENTS = {line.split()[1]: line for cluster in CLUSTERS for line in cluster.documents}
@@ -57,11 +57,22 @@ def wavering_reader(role: str, prompt: str, sibling: int, model: str) -> str:
 
 def make_algorithm(**fields: Any) -> Spell:
     defaults: dict[str, Any] = {"questions": 4, "generation_batch": 4, "max_generations": 1}
-    defaults |= {"documents": (9,), "unread_documents": 0, "grounding_samples": 0, "group_size": 4}
-    defaults |= {"verifier_group_size": 3, "reference_source": "frozen_reader", "memory": 2}
-    defaults |= {"reader_by_hop": True, "reader_unanimous": True}
+    defaults |= {
+        "questioner__documents": (9,),
+        "questioner__unread_documents": 0,
+        "questioner__grounding_samples": 0,
+        "group_size": 4,
+    }
+    defaults |= {
+        "verifier__group_size": 3,
+        "reader__source": "frozen_reader",
+        "questioner__memory": 2,
+    }
+    defaults |= {"reader__by_hop": True, "reader__unanimous": True}
     stream = TaskStream(in_memory(CLUSTERS), (TASK,), (1.0,), seed=0)
-    return Spell(SpellConfig(**(defaults | fields)), make_context(deal=lambda _: stream))
+    return Spell(
+        make_config(SpellConfig, **(defaults | fields)), make_context(deal=lambda _: stream)
+    )
 
 
 def hops(models: ScriptedModels) -> list[str]:
@@ -110,8 +121,8 @@ def test_wrong_remembered_reference_is_not_corrected():
     ("fields", "status", "leaked"),
     [
         ({}, "ungrounded", False),
-        ({"reader_unanimous": False}, "accepted", False),
-        ({"gate_leak": 1.0}, "accepted", True),
+        ({"reader__unanimous": False}, "accepted", False),
+        ({"reader__gate_leak": 1.0}, "accepted", True),
     ],
 )
 def test_gate_wants_unanimous_answers_but_for_its_leak(fields, status, leaked):
@@ -124,24 +135,26 @@ def test_gate_wants_unanimous_answers_but_for_its_leak(fields, status, leaked):
 
 
 def test_leak_is_a_share_of_the_questions_and_repeats():
-    algorithm = make_algorithm(gate_leak=0.3, generation_batch=400)
+    algorithm = make_algorithm(reader__gate_leak=0.3, generation_batch=400)
     episodes = roll_out(algorithm, ScriptedModels(wavering_reader), 1)
     assert 0.2 < sum(e.leaked for e in episodes) / 400 < 0.4
     second_episodes = roll_out(
-        make_algorithm(gate_leak=0.3, generation_batch=400), ScriptedModels(wavering_reader), 1
+        make_algorithm(reader__gate_leak=0.3, generation_batch=400),
+        ScriptedModels(wavering_reader),
+        1,
     )
     assert [e.leaked for e in second_episodes] == [e.leaked for e in episodes]
 
 
 @pytest.mark.parametrize("leak", [-0.1, 1.1, float("nan")])
 def test_leak_out_of_range_is_rejected(leak):
-    with pytest.raises(ValueError, match=r"algorithm\.gate_leak = .*: must be in \[0, 1\]"):
-        SpellConfig(gate_leak=leak)
+    with pytest.raises(ValueError, match=r"algorithm\.reader\.gate_leak = .*: must be"):
+        make_config(SpellConfig, reader__gate_leak=leak)
 
 
 @pytest.mark.parametrize("cues", [(), ("city", "friend of", "general")])
 def test_cues_are_sampled_for_each_question_and_end_its_prompt(cues):
-    algorithm = make_algorithm(cues=cues, generation_batch=30)
+    algorithm = make_algorithm(questioner__cues=cues, generation_batch=30)
     models = ScriptedModels(write)
     episodes = roll_out(algorithm, models, 1)
     endings = [e.questioner_prompt.splitlines()[-1] for e in episodes]
@@ -160,7 +173,7 @@ def test_progress_on_probes_rewards_the_questioner():
         right = {"questioner": write, "verifier": write}.get(role, lambda *a: answer(a[1]))
         return "answer is nobody" if is_wrong else right(role, prompt, sibling, model)
 
-    algorithm = make_algorithm(mapping="progress", probes=4)
+    algorithm = make_algorithm(questioner__mapping="progress", questioner__probes=4)
     first = roll_out(algorithm, ScriptedModels(write), 1)
     assert [e.reward for e in first] == [0.0] * 4, "no probe yet"
     state = json.loads(json.dumps(algorithm.state_dict()))
@@ -171,6 +184,6 @@ def test_progress_on_probes_rewards_the_questioner():
     assert [prompt.splitlines()[-1] for prompt in probed.prompts] == [probe["question"]]
     assert {e.mean_score for e in second} == {0.75}
     assert [e.reward for e in second] == [0.25] * 4, "the rise from .5 to .75"
-    resumed = make_algorithm(mapping="progress", probes=4)
+    resumed = make_algorithm(questioner__mapping="progress", questioner__probes=4)
     resumed.load_state_dict(state)
     assert [e.reward for e in roll_out(resumed, ScriptedModels(improved), 2)] == [0.25] * 4

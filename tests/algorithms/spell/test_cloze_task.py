@@ -13,9 +13,9 @@ from spell_jax.data.clusters import CLOZE, Cluster, in_memory
 from spell_jax.data.stream import TaskStream
 from tests.algorithms.scripted import (
     PROMPTS,
-    SMALL,
     ScriptedModels,
     make_context,
+    make_small_config,
     roll_out,
     to_groups,
     to_records,
@@ -50,8 +50,9 @@ def make(kind=Spell, config=SpellConfig, **options):
         deal=lambda source: TaskStream(source, (CLOZE,), (1.0,), seed=0),
         teacher_prompt=options.pop("teacher_prompt", None),
     )
-    fields = SMALL | {"generation_batch": 2, "documents": (3,), "unread_documents": 0} | options
-    return kind(config(**fields), context)
+    fields = {"generation_batch": 2, "questioner__documents": (3,)}
+    fields |= {"questioner__unread_documents": 0} | options
+    return kind(make_small_config(config, **fields), context)
 
 
 def test_sentence_is_hidden_from_all_but_the_questioner() -> None:
@@ -71,7 +72,7 @@ def test_sentence_is_hidden_from_all_but_the_questioner() -> None:
 
 
 def test_teacher_does_not_read_the_sentence_either() -> None:
-    algorithm = make(teacher_prompt=lambda text: list(text.encode()), train_questioner=False)
+    algorithm = make(teacher_prompt=lambda text: list(text.encode()), questioner__train=False)
     groups = to_groups(algorithm, roll_out(algorithm, ScriptedModels(Writer()), 1))
     teacher = [bytes(g.reference_prompt).decode() for g in groups if g.name == "responder"]
     assert teacher and not any(BUILT in text for text in teacher)

@@ -21,13 +21,18 @@ from tests.algorithms.scripted import (
     Script,
     ScriptedModels,
     make_algorithm,
+    make_config,
     make_context,
     roll_out,
     to_records,
 )
 
 ROWS = (Row(QA, "ok", 0, 2, 0, 0),)  # the first two of four answers are right
-SHARE = {"responder_reward": "rule", "document_share": 0.5, "documents": (1,)}
+SHARE = {
+    "responder__reward": "rule",
+    "responder__document_share": 0.5,
+    "questioner__documents": (1,),
+}
 
 
 class Naming(Script):
@@ -58,7 +63,7 @@ def test_naming_the_document_earns_its_share() -> None:
 
 
 def test_frozen_reader_and_teacher_read_the_same_numbers() -> None:
-    options = {**SHARE, "reference_source": "frozen_reader"}
+    options = {**SHARE, "reader__source": "frozen_reader"}
     algorithm, ask = make_algorithm(ROWS, **options), ScriptedModels(Naming(ROWS))
     (episode,) = roll_out(algorithm, ask, 1)
     (reader,) = [p for c in ask.calls if c.model == "reference_reader" for p in c.prompts]
@@ -71,7 +76,7 @@ def test_held_out_documents_are_numbered_too(tmp_path) -> None:
     write_records(tmp_path / "held_out.jsonl", [dataclasses.asdict(question)])
     data = DataConfig(source="x", validation=str(tmp_path / "held_out.jsonl"), tasks=(QA,))
     for share, first in ((0.5, "[1] Oslo is a town.\n[2] Lima too."), (0.0, "Oslo is a town.\nL")):
-        config = SpellConfig(document_share=share)
+        config = make_config(SpellConfig, responder__document_share=share)
         evaluation = ALGORITHMS["spell"].evaluate(config, make_context(), data)
         ask = ScriptedModels(lambda *_: "The answer is Oslo")
         assert evaluation is not None and evaluation.quick(ask)[0] == 1.0
@@ -97,7 +102,7 @@ def test_named_document_is_read_from_the_start(text: str, index: int | None) -> 
 @pytest.mark.parametrize("share", [-0.1, 1.5])
 def test_share_is_from_0_to_1(share: float) -> None:
     with pytest.raises(ValueError, match="document_share"):
-        SpellConfig(document_share=share)
+        make_config(SpellConfig, responder__document_share=share)
 
 
 def test_given_questions_tell_which_document_is_right() -> None:
@@ -108,7 +113,7 @@ def test_given_questions_tell_which_document_is_right() -> None:
     )
     context = make_context(questions=lambda: questions)
     fields = SMALL | SHARE | {"generation_batch": 3}
-    algorithm = make_rlvr(RlvrConfig(**fields), context)
+    algorithm = make_rlvr(make_config(RlvrConfig, **fields), context)
     ask = ScriptedModels(lambda role, prompt, sibling, model: f"[{sibling + 1}] The answer is no")
     named = {e.question: e.named for e in roll_out(algorithm, ask, 1)}
     assert named == {"Q?": (False, True, False, False), "R?": (True, False, True, False)}

@@ -13,11 +13,16 @@ from spell_jax.algorithms.spell.evaluation import RoleExams, make_questions
 from spell_jax.data import tiny_world as world
 from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.data.config import TinyEvaluationConfig
-from tests.algorithms.scripted import ScriptedModels, make_context
+from tests.algorithms.scripted import ScriptedModels, make_config, make_context
 from tests.evaluation.oracle import documents_of, perfect, questioner
 
 QA, MATH, CHOICE = PAPER_TASKS
-GAME = SpellConfig(documents=(2,), max_answer_tokens=3, distinct_options=True)
+GAME = make_config(
+    SpellConfig,
+    questioner__documents=(2,),
+    questioner__max_answer_tokens=3,
+    questioner__distinct_options=True,
+)
 SETTINGS = {"per_cell": 12, "documents": (2, 5), "quick_per_cell": 6, "quick_documents": (3,)}
 
 
@@ -170,7 +175,9 @@ def test_questioner_sees_as_many_documents_as_in_training():
     for prompt in prompts[fresh:]:
         facts = world.read_facts(documents_of(prompt)[:2])
         assert [name for name, _ in facts if name in prompt.partition("known")[2]], prompt
-    forgetful = make(SpellConfig(documents=(2,), memory=0), **SETTINGS)
+    forgetful = make(
+        make_config(SpellConfig, questioner__documents=(2,), questioner__memory=0), **SETTINGS
+    )
     assert questioner_prompts(forgetful) == prompts[:fresh]
 
 
@@ -229,5 +236,5 @@ def test_invalid_setting_is_named_in_the_error(options, field):
 
 
 def test_more_documents_than_the_world_has_are_rejected():
-    with pytest.raises(ValueError, match=r"algorithm\.documents = \(2, 25\)"):
-        make(SpellConfig(documents=(2, 25)))
+    with pytest.raises(ValueError, match=r"algorithm\.questioner\.documents = \(2, 25\)"):
+        make(make_config(SpellConfig, questioner__documents=(2, 25)))

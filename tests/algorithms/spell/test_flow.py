@@ -62,7 +62,9 @@ def test_each_role_sees_the_right_documents():
 
 
 def test_questions_and_verdicts_have_options_of_their_own():
-    rollout = Rollout(max_verdict_tokens=2, vocabulary_dropout=0.3, dropout_penalty=1.5)
+    rollout = Rollout(
+        verifier__max_tokens=2, questioner__vocabulary_dropout=0.3, questioner__dropout_penalty=1.5
+    )
     options = {call.role: dict(call.options) for call in rollout.ask.calls}
     assert options["questioner"] == {"dropout": 0.3, "dropout_penalty": 1.5}
     assert options["verifier"] == {"max_tokens": 2} and options["responder"] == {}
@@ -72,7 +74,11 @@ def test_questions_and_verdicts_have_options_of_their_own():
     ("cluster", "unread", "shown"), [(5, 1, 4), (2, 1, 1), (1, 1, 0), (7, 1, 5), (5, 0, 5)]
 )
 def test_first_question_leaves_documents_of_a_small_cluster_unread(cluster, unread, shown):
-    options = {"documents": (5,), "unread_documents": unread, "cluster": cluster}
+    options = {
+        "questioner__documents": (5,),
+        "questioner__unread_documents": unread,
+        "cluster": cluster,
+    }
     rollout = Rollout([Row(QA, "ok", 0, 2, 0, 0)] * 2, **options)
     assert [len(e.shown) for e in rollout.episodes] == [shown, shown]
     assert [e.status for e in rollout.episodes] == ["accepted" if shown else "too_small"] * 2
@@ -86,7 +92,7 @@ def test_first_question_leaves_documents_of_a_small_cluster_unread(cluster, unre
 
 
 def test_later_questions_may_read_a_small_cluster_to_its_end():
-    rollout = Rollout([Row(QA, "ok", 0, 2, 0, 0)], cluster=3, documents=(5,))
+    rollout = Rollout([Row(QA, "ok", 0, 2, 0, 0)], cluster=3, questioner__documents=(5,))
     (second,) = roll_out(rollout.algorithm, rollout.ask, 2)
     assert [len(rollout.episodes[0].shown), len(second.shown)] == [2, 3] and second.reduced
 
@@ -110,7 +116,7 @@ def test_rounds_repeat_until_enough_questions_are_mixed():
 def test_step_reads_memory_as_of_its_start():
     rows = [Row(QA, "ok", 0, 2, 0, 0), Row(MATH, "ok", 0, 0, 0, 0)]
     options = {"generation_batch": 4, "max_generations": 2, "questions": 9}
-    rollout = Rollout(rows, cluster=9, memory_documents="shown", **options)
+    rollout = Rollout(rows, cluster=9, questioner__memory_documents="shown", **options)
     assert [len(e.history) for e in rollout.episodes] == [
         0
     ] * 8  # although cluster 0 came up 4 times
@@ -139,7 +145,10 @@ def test_memory_holds_the_last_questions_and_their_documents(memory_documents, s
         return f"answer is {'alpha' if sibling == 0 and 'Empty' not in prompt else 'beta'}"
 
     algorithm = make_algorithm(
-        [Row(QA, "ok", 0, 0, 0, 0)], cluster=7, memory=2, memory_documents=memory_documents
+        [Row(QA, "ok", 0, 0, 0, 0)],
+        cluster=7,
+        questioner__memory=2,
+        questioner__memory_documents=memory_documents,
     )
     ask = ScriptedModels(write)
     steps = [roll_out(algorithm, ask, step)[0] for step in range(1, 6)]
@@ -152,7 +161,7 @@ def test_memory_holds_the_last_questions_and_their_documents(memory_documents, s
 @pytest.mark.parametrize("solved", [False, True])
 def test_memory_holds_questions_with_a_positive_reward_or_all_solvable_ones(solved):
     """Algorithm 1: r_que > 0. The paper's code also remembers fully solved questions."""
-    rollout = Rollout(memory_solved=solved)
+    rollout = Rollout(questioner__memory_solved=solved)
     stored = {
         row["cluster"] for row in rollout.algorithm.questioner.memory.state_dict()["clusters"]
     }
@@ -180,7 +189,7 @@ def test_overlong_questioner_prompt_is_only_counted():
 
 def test_overlong_responder_prompt_is_only_counted():
     script = Script(ROWS, over=lambda role, prompt, _: role == "responder" and "d10." in prompt)
-    rollout = Rollout(script=script, negatives=9)
+    rollout = Rollout(script=script, questioner__negatives=9)
     assert (rollout.of(10).status, rollout.of(10).reason) == ("overlong", "no_responder_reply")
     assert rollout.of(10).reward is None
     texts = [read(group)[1][0] for group in rollout.groups["questioner"]]
@@ -210,7 +219,9 @@ def test_question_with_overlong_grounding_prompt_passes_the_filter():
 
 def test_overlong_prompts_drop_new_documents_then_oldest_history():
     def shown(cap: int):
-        algorithm = make_algorithm([Row(QA, "ok", 0, 1, 0, 0)], cluster=9, documents=(4,), cap=cap)
+        algorithm = make_algorithm(
+            [Row(QA, "ok", 0, 1, 0, 0)], cluster=9, questioner__documents=(4,), cap=cap
+        )
         algorithm.questioner.memory.push(QA, "d0", Entry((0, 1), "old", "a"))
         algorithm.questioner.memory.push(QA, "d0", Entry((1, 2), "new", "b"))
         ask = ScriptedModels(lambda *_: "no JSON")
@@ -250,7 +261,7 @@ def test_external_judge_replaces_the_rule():
     assert rollout.algorithm.metrics(rollout.episodes).means()["judge_failed"] == pytest.approx(
         failed
     )
-    assert Rollout(rule="judge", judge=judge, responder_reward="rule").of(0).scores == (0, 0, 1, 0)
+    assert Rollout(rule="judge", judge=judge, responder__reward="rule").of(0).scores == (0, 0, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +280,7 @@ def test_external_judge_scores_the_answers_of_the_grounding_filter(verdict, know
         at = ("Q00", "Q01", "Q09")
         return [verdict if len(blind) == 1 and q[:3] in at else 0 for q, *_ in items]
 
-    options = {"rule": "judge", "judge": judge, "responder_reward": "rule"}
+    options = {"rule": "judge", "judge": judge, "responder__reward": "rule"}
     rollout = Rollout(rows, **options)
     ungrounded_rows = {number(e) for e in rollout.episodes if e.status == "ungrounded"} & {0, 1, 9}
     assert ungrounded_rows == known_rows
@@ -287,7 +298,7 @@ def test_external_judge_compares_answers_without_documents_with_the_frozen_reade
         judged_batches.append(items)
         return [int(prediction == "unknown" and ref == "beta0") for _, prediction, ref in items]
 
-    options = {"rule": "judge", "judge": judge, "reference_source": "frozen_reader"}
+    options = {"rule": "judge", "judge": judge, "reader__source": "frozen_reader"}
     script = Script(ROWS[:3], reader={0: ("beta0",)})
     rollout = Rollout(ROWS[:3], script=script, **options)
     assert judged_batches[0][0] == ("Q00 what?", "unknown", "beta0")
@@ -316,7 +327,7 @@ def test_external_judge_reads_the_sentence_of_a_number_and_the_verifier_its_figu
     options = {"rule": "match_or_judge", "judge": judge, "extract": extract}
     (episode,) = Rollout(rows, script=Dollars(rows), **options).episodes
     assert episode.status == "ungrounded" and judged_answers == ["$3.5 million"]
-    rollout = Rollout(rows, script=Dollars(rows), grounding_samples=0, **options)
+    rollout = Rollout(rows, script=Dollars(rows), questioner__grounding_samples=0, **options)
     (episode,) = rollout.episodes
     assert judged_answers[1:] == ["$3.5 million", "-$5", "Five million dollars"]
     assert episode.rule == (1.0, 0.0, 0.0, 0.0)
@@ -335,12 +346,12 @@ def test_judge_can_raise_the_scores_of_the_rule():
         judged_answers.extend(prediction for _, prediction, _ in items)
         return [{"beta0": 1}.get(prediction, 0) for _, prediction, _ in items]
 
-    rollout = Rollout(rule="match_or_judge", judge=judge, grounding_samples=0)
+    rollout = Rollout(rule="match_or_judge", judge=judge, questioner__grounding_samples=0)
     first, second = rollout.of(0), rollout.of(1)
     assert first.predictions[0] == "alpha0" and "alpha0" not in judged_answers  # right by the rule
     assert first.rule == (1.0, 1.0, 1.0, 0.0) and first.judge == (None, None, 1, None)
     assert second.rule[0] == 1.0 and second.judge[0] is None and 0 in second.judge
-    plain = Rollout(grounding_samples=0)
+    plain = Rollout(questioner__grounding_samples=0)
     wrong = [
         words
         for e in plain.episodes
@@ -365,7 +376,9 @@ class Wordy(Script):
 )
 def test_rule_of_the_config_scores_answers_blind_answers_and_probes(rule, status, rate):
     rows = [Row(QA, "ok", 1, 4, 0, 0), Row(QA, "ok", 0, 4, 0, 0)]
-    algorithm = make_algorithm(rows, rule=rule, mapping="progress", probes=4)
+    algorithm = make_algorithm(
+        rows, rule=rule, questioner__mapping="progress", questioner__probes=4
+    )
     episodes = sorted(roll_out(algorithm, ScriptedModels(Wordy(rows)), 1), key=number)
     assert [e.status for e in episodes] == [status, "accepted"]
     assert episodes[1].rule == (rate,) * 4
@@ -374,7 +387,7 @@ def test_rule_of_the_config_scores_answers_blind_answers_and_probes(rule, status
 
 def frozen_reader(reader, rows=ROWS, **options) -> Rollout:
     script = Script(rows, reader=reader, verdicts=VERDICTS, over=options.pop("over", never))
-    return Rollout(rows, script=script, reference_source="frozen_reader", **options)
+    return Rollout(rows, script=script, reader__source="frozen_reader", **options)
 
 
 def never(role: str, prompt: str, model: str) -> bool:
@@ -438,7 +451,7 @@ def test_question_is_ungrounded_without_a_frozen_reader_majority(answers, status
     ],
 )
 def test_reader_confirms_the_questioners_reference(answers, unanimous, status):
-    options = {"reference_source": "confirmed", "reader_unanimous": unanimous}
+    options = {"reader__source": "confirmed", "reader__unanimous": unanimous}
     script = Script(ROWS, reader={0: answers}, verdicts=VERDICTS)
     rollout = Rollout(ROWS, script=script, **options)
     episode = rollout.of(0)
@@ -452,15 +465,17 @@ def test_answer_known_without_documents_makes_question_ungrounded():
     episode = frozen_reader({0: blind}).of(0)
     assert (episode.status, episode.reason) == ("ungrounded", "known_without_documents")
     assert (episode.blind, episode.reward) == (("unknown",), -0.5)
-    allowed = frozen_reader({0: blind}, grounding_samples=2, grounding_threshold=2)
+    allowed = frozen_reader(
+        {0: blind}, questioner__grounding_samples=2, questioner__grounding_threshold=2
+    )
     assert allowed.of(0).status == "ungrounded"  # both agree
-    assert frozen_reader({0: blind}, grounding_samples=0).of(0).status == "accepted"
+    assert frozen_reader({0: blind}, questioner__grounding_samples=0).of(0).status == "accepted"
 
 
 def test_reader_agreement_needs_two_equal_answers():
     rows = [Row(QA, "ok", 0, 2, 0, 0)]
-    assert frozen_reader({0: ("x", "y")}, rows, reader_samples=2).of(0).status == "ungrounded"
-    assert frozen_reader({0: ("x", "y", "x")}, rows, reader_samples=3).of(0).status == "accepted"
+    assert frozen_reader({0: ("x", "y")}, rows, reader__samples=2).of(0).status == "ungrounded"
+    assert frozen_reader({0: ("x", "y", "x")}, rows, reader__samples=3).of(0).status == "accepted"
 
 
 def test_overlong_reader_prompt_gives_no_reward():
@@ -525,7 +540,7 @@ def new_algorithm(seed: int = 0, **options) -> Spell:
         stream=real_stream(seed),
         generation_batch=9,
         questions=4,
-        documents=(1, 2, 3),
+        questioner__documents=(1, 2, 3),
         max_generations=3,
         **options,
     )
@@ -541,11 +556,11 @@ def test_step_results_depend_only_on_seed_and_step_number():
 
 @pytest.mark.parametrize("reward", ["max", "random"])
 def test_algorithm_resumes_from_state_dict(reward):
-    uninterrupted_trace = run_steps(new_algorithm(responder_reward=reward), range(1, 7))
-    algorithm = new_algorithm(responder_reward=reward)
+    uninterrupted_trace = run_steps(new_algorithm(responder__reward=reward), range(1, 7))
+    algorithm = new_algorithm(responder__reward=reward)
     run_steps(algorithm, range(1, 4))
     state = json.loads(json.dumps(algorithm.state_dict()))
-    resumed = new_algorithm(responder_reward=reward)
+    resumed = new_algorithm(responder__reward=reward)
     resumed.load_state_dict(state)
     assert resumed.state_dict() == algorithm.state_dict()
     assert run_steps(resumed, range(4, 7)) == uninterrupted_trace[9:]
@@ -603,7 +618,7 @@ def test_metrics_are_shares_and_means_over_episodes():
         if name != "memory_entries":
             assert means[name] == pytest.approx(value), name
     assert means["memory_entries"] == len(rollout.algorithm.questioner.memory) == 8
-    mild = Rollout(malformed_penalty=False)
+    mild = Rollout(verifier__malformed_penalty=False)
     reward = mild.algorithm.metrics(mild.episodes).means()["verifier_reward"]
     assert reward == pytest.approx(np.mean([max(r, 0.0) for r in rewarded]))
 
@@ -617,7 +632,9 @@ def test_grounding_threshold_counts_right_blind_answers():
         return Script(rows)(role, prompt, sibling, model)
 
     for threshold, status in ((2, "ungrounded"), (3, "accepted")):
-        algorithm = make_algorithm(rows, grounding_samples=4, grounding_threshold=threshold)
+        algorithm = make_algorithm(
+            rows, questioner__grounding_samples=4, questioner__grounding_threshold=threshold
+        )
         assert roll_out(algorithm, ScriptedModels(write), 1)[0].status == status
 
 
@@ -629,7 +646,11 @@ def test_questions_are_parsed_with_the_configured_limits(monkeypatch):
         return parsing.Parsed("declined")
 
     monkeypatch.setattr("spell_jax.algorithms.spell.config.parsing.parse_question", parse)
-    fields = {"max_answer_tokens": 7, "distinct_options": True, "extract": "paper"}
+    fields = {
+        "questioner__max_answer_tokens": 7,
+        "questioner__distinct_options": True,
+        "extract": "paper",
+    }
     Rollout([Row(QA, "ok", 0, 1, 0, 0)], **fields)
     assert parse_options == [(7, True, "paper")]
 
@@ -706,7 +727,7 @@ def test_texts_of_a_prompt_without_a_reply_left_are_in_the_record(role, count):
             return f"{text}{CUT}" if called_role == role and "Empty" not in prompt else text
 
     rows = [Row(QA, "ok", 0, 2, 1, 3)]
-    options = {"reference_source": "frozen_reader"} if role == "reader" else {}
+    options = {"reader__source": "frozen_reader"} if role == "reader" else {}
     (record,) = Rollout(rows, script=AllCut(rows), truncated="drop", **options).records()
     assert (record["status"], record["reason"]) == ("overlong", f"no_{role}_reply")
     assert len(record["dropped"]) == count and all(CUT in text for text in record["dropped"])

@@ -11,7 +11,7 @@ from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.evaluation import RoleExams, evaluate_questions
 from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.data.questions import Question
-from tests.algorithms.scripted import PROMPTS, ScriptedModels, make_context
+from tests.algorithms.scripted import PROMPTS, ScriptedModels, make_config, make_context
 
 QUESTIONS = (
     Question(
@@ -28,7 +28,7 @@ QUESTIONS = (
 
 
 def make(questions=QUESTIONS, tasks=PAPER_TASKS) -> HeldOut:
-    exams = RoleExams(SpellConfig(documents=(2,)), make_context())
+    exams = RoleExams(make_config(SpellConfig, questioner__documents=(2,)), make_context())
     return evaluate_questions(exams, questions, tasks)
 
 

@@ -11,7 +11,7 @@ import pytest
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.learner.advantages import questioner_advantages
 from spell_jax.selfplay import selection
-from tests.algorithms.scripted import QA, Rollout, Row, Script, read
+from tests.algorithms.scripted import QA, Rollout, Row, Script, make_config, read
 
 ROWS = (
     Row(QA, "ok", 0, 2, 1, 4),  # 3/4
@@ -33,7 +33,7 @@ class Variants(Script):
 
 
 def make_rollout(script: Script | None = None, **options) -> Rollout:
-    options = {"questions_per_cluster": 2, "generation_batch": 8} | options
+    options = {"questioner__questions_per_cluster": 2, "generation_batch": 8} | options
     return Rollout(ROWS, script=script or Variants(ROWS), **options)
 
 
@@ -78,7 +78,7 @@ def test_question_of_another_cluster_is_no_duplicate():
 
 @pytest.mark.parametrize("kind", ["batch", "cluster", "batch+cluster"])
 def test_questioner_is_normalized_over_batch_and_cluster(kind):
-    rollout = make_rollout(questioner_normalization=kind)
+    rollout = make_rollout(questioner__normalization=kind)
     groups = rollout.groups["questioner"]
     advantages = [advantage for group in groups for advantage in read(group)[2]]
     rows = [e for e in rollout.episodes if e.mixed] + [
@@ -99,4 +99,4 @@ def test_questioner_is_normalized_over_batch_and_cluster(kind):
 def test_batch_must_be_a_multiple_of_the_questions_of_a_cluster():
     message = r"algorithm.generation_batch = 6: must be a multiple of .*questions_per_cluster = 4"
     with pytest.raises(ValueError, match=message):
-        SpellConfig(generation_batch=6, questions_per_cluster=4)
+        make_config(SpellConfig, generation_batch=6, questioner__questions_per_cluster=4)

@@ -20,7 +20,7 @@ from tests.algorithms.scripted import (
     to_records,
 )
 
-EVERYTHING = {"verifier_share": 9.0, "negatives": 9}
+EVERYTHING = {"verifier__share": 9.0, "questioner__negatives": 9}
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -44,9 +44,9 @@ def test_record_prompt_has_placeholders_for_documents(step):
     "options",
     [
         EVERYTHING,
-        EVERYTHING | {"questions": 4, "verifier_share": 0.5},
+        EVERYTHING | {"questions": 4, "verifier__share": 0.5},
         {"questions": 4, "keep_surplus": True},
-        {"train_questioner": False, "train_verifier": False},
+        {"questioner__train": False, "verifier__train": False},
     ],
 )
 def test_record_marks_exactly_the_trained_rows_as_used(options):
@@ -77,7 +77,7 @@ def test_record_marks_exactly_the_trained_rows_as_used(options):
 
 
 def test_record_gives_the_reason_for_unused_rows():
-    rollout = Rollout(questions=4, negatives=0, verifier_share=0.5)
+    rollout = Rollout(questions=4, questioner__negatives=0, verifier__share=0.5)
     episode_records = rollout.records()
     why = {int(record["cluster"].removeprefix("d")): record["used"] for record in episode_records}
     assert [why[n]["responder"] for n in (0, 1, 2, 12)] == ["used"] * 4
@@ -98,7 +98,7 @@ def test_record_gives_the_reason_for_unused_rows():
 
 
 def test_record_marks_frozen_roles_as_not_trained():
-    for record in Rollout(train_questioner=False, train_verifier=False).records():
+    for record in Rollout(questioner__train=False, verifier__train=False).records():
         assert record["used"]["questioner"] == "not_trained"
         assert set(record["used"]["verifier"]) <= {"not_trained", "not_judged"}
 
@@ -117,7 +117,9 @@ def test_building_groups_does_not_change_episodes():
     first = rollout.records()
     assert to_records(rollout.algorithm, rollout.episodes) == first
     rollout.algorithm.config = dataclasses.replace(
-        rollout.algorithm.config, questions=1, verifier_share=0.0
+        rollout.algorithm.config,
+        questions=1,
+        verifier=dataclasses.replace(rollout.algorithm.config.verifier, share=0.0),
     )
     rebuilt_records = to_records(rollout.algorithm, rollout.episodes)
     assert rollout.records() == first

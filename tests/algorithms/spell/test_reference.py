@@ -69,14 +69,14 @@ class Replay:
             self.rows,
             questions=inputs["train_bs"],
             group_size=inputs["n"],
-            verifier_group_size=inputs["gv"],
-            negatives=inputs.get("bad_ratio", 1),
-            grounding_samples=int(inputs.get("filt", True)),
-            memory_documents="shown",
-            memory_solved=True,
-            verifier_conflict="well_formed",
-            mapping=MAPPINGS.get(inputs.get("mapping", ""), "gaussian"),
-            responder_reward=inputs.get("combine", "max"),
+            verifier__group_size=inputs["gv"],
+            questioner__negatives=inputs.get("bad_ratio", 1),
+            questioner__grounding_samples=int(inputs.get("filt", True)),
+            questioner__memory_documents="shown",
+            questioner__memory_solved=True,
+            verifier__conflict="well_formed",
+            questioner__mapping=MAPPINGS.get(inputs.get("mapping", ""), "gaussian"),
+            responder__reward=inputs.get("combine", "max"),
         )
         self.ask = ScriptedModels(Script(script, votes=inputs["gv"]))
         self.episodes = roll_out(self.algorithm, self.ask, 1)
@@ -193,7 +193,7 @@ def test_verifier_skips_match_the_reference_code():
         task = TASKS[inputs["task"]]
         if inputs["gt"] is None or inputs["task"] not in inputs["judged_tasks"]:
             continue
-        algorithm = make_algorithm([Row(task, "ok", 0, 1, 0, 0)], verifier_group_size=8)
+        algorithm = make_algorithm([Row(task, "ok", 0, 1, 0, 0)], verifier__group_size=8)
         ask = ScriptedModels(
             lambda role, prompt, sibling, model, v=inputs["votes"]: VOTES[v[sibling]]
         )
@@ -222,7 +222,11 @@ def test_shown_documents_match_the_reference_code():
         documents = tuple(inputs["m_choices"].get(source, [3]))
         task = TASKS[inputs["task"]]
         rows = [Row(task, "ok", 0, 1, 0, 0)]
-        options = {"documents": documents, "unread_documents": 0, "memory_documents": "shown"}
+        options = {
+            "questioner__documents": documents,
+            "questioner__unread_documents": 0,
+            "questioner__memory_documents": "shown",
+        }
         algorithm = make_algorithm(rows, cluster=inputs["n_docs"], **options)
         for shown, question, answer in inputs["history"]:
             algorithm.questioner.memory.push(task, "d0", Entry(tuple(shown), question, answer))
