@@ -268,7 +268,8 @@ def _check_devices(checked: Checked, name: str) -> None:
     checked.topology = attempt("mesh", find_topology, name, sizes)
     if "mesh" not in checked.wrong:
         checked.mesh = attempt("mesh", topologies.abstract_mesh, checked.topology, sizes)
-    attempt("packing", _check_longest, layout, sampling, checked.context)
+    loss = checked.section("loss")
+    attempt("packing", _check_longest, layout, sampling, loss, checked.context)
     attempt("mesh", _check_heads, checked.policy, checked.mesh)
     attempt("mesh", _check_experts, checked.policy, checked.mesh)
     if checked.mesh is not None:
@@ -310,22 +311,27 @@ def _check_experts(policy: PolicyConfig, mesh: Any) -> None:
         raise ValueError(f"{field} = {count}: must divide the policy's {policy.experts} experts")
 
 
-def _check_longest(layout: packing.PackingConfig, sampling: SamplerConfig, context: int) -> None:
-    """Check that the largest row holds the longest prompt with one longest answer."""
-    prompt, tokens, largest = sampling.max_prompt, sampling.max_tokens, layout.largest(context)
-    _, refused = packing.split_groups([dummy_group(prompt, tokens, 1, "longest")], largest)
+def _check_longest(
+    layout: packing.PackingConfig, sampling: SamplerConfig, loss: LossConfig, context: int
+) -> None:
+    """Check that the largest row holds the longest prompt with a longest answer, or with a pair."""
+    prompt, count = sampling.max_prompt, 1 + loss.is_paired
+    group = dummy_group(prompt, sampling.max_tokens, count, "longest")
+    _, refused = packing.fit_rows([group], layout, context, loss.is_paired)
+    answers = f"{'2 x ' * loss.is_paired}sampler.max_tokens"
+    total, tokens = group.tokens, group.answer_tokens
     problem = "longer answers would be sampled, but not trained on"
     if refused and layout.listed:
+        largest = layout.largest(context)
         raise ValueError(
             f"packing.buckets: the largest, ({largest.length}, {largest.answers}), must be at "
-            f"least ({prompt + tokens}, {tokens}), sampler.max_prompt + sampler.max_tokens and "
-            f"sampler.max_tokens; {problem}"
+            f"least ({total}, {tokens}), sampler.max_prompt + {answers} and {answers}; {problem}"
         )
     if refused:
         raise ValueError(
             f"packing.token_budget = {layout.token_budget}: must be at least "
-            f"{shapes.round_up(prompt + tokens, context)}, sampler.max_prompt + "
-            f"sampler.max_tokens ({prompt + tokens}) rounded up; {problem}"
+            f"{shapes.round_up(total, context)}, sampler.max_prompt + {answers} ({total}) rounded "
+            f"up; {problem}"
         )
 
 
@@ -499,7 +505,8 @@ def _describe_update(checked: Checked, run: RunConfig) -> Iterator[str]:
     counts = packing.count_answers(groups)
     answers = " + ".join(f"{count:,} {name}" for name, count in counts.items())
     yield f"at most {answers} answers, in {len(groups):,} groups; if all were at their caps:"
-    laid_out = lay_out(groups, run.packing, meshes.row_shards(checked.mesh), checked.context)
+    shards, is_paired = meshes.row_shards(checked.mesh), run.loss.is_paired
+    laid_out = lay_out(groups, run.packing, shards, checked.context, is_paired)
     batches = Counter((bucket, count) for bucket, count, _ in laid_out)
     for (bucket, count), number in sorted(batches.items(), key=lambda item: item[0][0].length):
         rows = sum(len(rows) for *shape, rows in laid_out if shape == [bucket, count])
@@ -557,11 +564,10 @@ def lay_out(
     layout: packing.PackingConfig,
     row_multiple: int = 1,
     context: int = 1,
+    is_paired: bool = False,
 ) -> list[shapes.MicroRows]:
     """Put groups into micro-batches as the learner does, if no two groups share a prefix."""
-    if layout.shared_prefix == "none":
-        groups = packing.separate_answers(groups)
-    parts, _ = packing.split_groups(groups, layout.largest(context))
+    parts, _ = packing.fit_rows(groups, layout, context, is_paired)
     sizes = layout.buckets, layout.token_budget, row_multiple, context
     return packing.lay_out([part.group for part in parts], *sizes, with_trees=False)
 

@@ -242,14 +242,11 @@ def micro_batches(
     """
     layout = build(packing.PackingConfig, programs.config.packing, "packing")
     mesh, devices = programs.mesh, meshes.context_shards(programs.mesh)
-    if layout.shared_prefix == "none":
-        groups = packing.separate_answers(groups)
-    is_paired = programs.learner.loss.objective == "dpo"
-    split = packing.whole_groups if is_paired else packing.split_groups
-    parts, refused = split(groups, layout.largest(devices))
+    is_paired = programs.learner.loss.is_paired
+    parts, refused = packing.fit_rows(groups, layout, devices, is_paired)
     if refused:  # the config's rows are for other lengths
         layout = programs.learner.packing
-        parts, _ = split(groups, layout.largest(devices))
+        parts, _ = packing.fit_rows(groups, layout, devices, is_paired)
     fitting = [part.group for part in parts]
     sizes = layout.buckets, layout.token_budget, meshes.row_shards(mesh), devices
     pairs: dict[tuple[int, int], list[float]] = {}

@@ -202,7 +202,7 @@ class RunConfig:
             yield f"staleness = 1: must be 0 for minibatches = {self.minibatches}"
         yield from self.algorithm.conflicts(self.sampler, loss)
         yield from registry.objective_conflicts(self.algorithm, loss)
-        if loss.objective == "dpo" and self.packing.shared_prefix == "none":
+        if loss.is_paired and self.packing.shared_prefix == "none":
             yield (
                 "packing.shared_prefix = 'none': must be another for loss.objective = 'dpo', which "
                 "compares the two answers of a row"

@@ -134,7 +134,7 @@ def objective_conflicts(config: AlgorithmConfig, loss: LossConfig) -> Iterator[s
             f"loss.distillation_weight = {loss.distillation_weight}: {requirement} for "
             f"algorithm.name = {config.name!r}"
         )
-    if has_pairs != (loss.objective == "dpo"):
+    if has_pairs != loss.is_paired:
         requirement = "must be 'dpo'" if has_pairs else "must not be 'dpo'"
         yield (
             f"loss.objective = {loss.objective!r}: {requirement} for algorithm.name = "

@@ -128,11 +128,8 @@ class Learner:
         Returns (batches, count of answers without a row). `layout` replaces the learner's own.
         """
         layout = layout or self.packing
-        if layout.shared_prefix == "none":
-            groups = packing.separate_answers(groups)
-        split = packing.whole_groups if self.loss.objective == "dpo" else packing.split_groups
         devices = meshes.context_shards(self.mesh)
-        parts, refused = split(groups, layout.largest(devices))
+        parts, refused = packing.fit_rows(groups, layout, devices, self.loss.is_paired)
         batches = packing.pack(
             parts,
             weights,

@@ -36,7 +36,7 @@ def batch_loss(
     # A weight [B, 1] would broadcast, and the loss would be wrong without an error.
     per_token = batch.answer, batch.advantage, batch.weight, batch.old_logprob
     chex.assert_equal_shape((logprobs, entropy, *per_token))
-    if config.objective == "dpo":
+    if config.is_paired:
         weights = config.preference_weight, config.nll_weight, config.align_weight
         value, sums = preference.preference_loss(logprobs, batch, config.beta, *weights)
     else:

@@ -195,6 +195,11 @@ class LossConfig:
         return self.old_logprobs in ("recompute", "reference") or bool(self.distillation_weight)
 
     @property
+    def is_paired(self) -> bool:
+        """Whether the loss compares the two answers of a group, which then share a row."""
+        return self.objective == "dpo"
+
+    @property
     def uses_rollout_logprobs(self) -> bool:
         return self.old_logprobs == "rollout" or bool(self.tis_cap)
 

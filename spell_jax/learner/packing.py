@@ -261,6 +261,20 @@ def count_answers(groups: Sequence[TrainGroup]) -> dict[str, int]:
     return dict(counts)
 
 
+def fit_rows(
+    groups: Sequence[TrainGroup], layout: PackingConfig, devices: int = 1, is_paired: bool = False
+) -> tuple[list[GroupPart], list[int]]:
+    """Divide groups into parts that each fit a row, which may be split over `devices`.
+
+    With `is_paired`, the loss compares the answers of a group, so no group is divided. Returns
+    (parts, numbers of the answers that fit no row).
+    """
+    if layout.shared_prefix == "none":
+        groups = separate_answers(groups)
+    split = whole_groups if is_paired else split_groups
+    return split(groups, layout.largest(devices))
+
+
 def whole_groups(
     groups: Sequence[TrainGroup], largest: Bucket
 ) -> tuple[list[GroupPart], list[int]]:

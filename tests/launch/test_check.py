@@ -20,7 +20,7 @@ import pytest
 from launch import check, plan
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.config import model_sections
+from spell_jax.config import change_algorithm, model_sections
 from spell_jax.configs import paper
 from spell_jax.data.config import is_generated
 from spell_jax.learner import aggregation, packing
@@ -428,6 +428,19 @@ def test_memory_is_planned_for_the_rows_the_run_packs() -> None:
     # A prompt with all of its answers, 512 tokens, is trained on in parts.
     checked = check.check(small(**{"algorithm.group_size": 64, "packing.token_budget": 160}))
     assert _trained(checked) == (1, 160)
+
+
+def test_row_must_hold_both_longest_answers_of_a_pair() -> None:
+    """Answers have up to 6 tokens after up to 128 of the prompt; a row of 134 holds one of them."""
+    config = small(**{"packing.buckets": ((134, 6), (140, 12))})
+    change_algorithm(config, "longpo")
+    config.loss.update(objective="dpo", old_logprobs="reference", aggregation="sequence_mean")
+    checked = check.check(config)
+    assert checked.mistakes == []
+    assert re.search(r" rows of 140 tokens .*micro-batches", check.describe(checked))
+    config.packing.buckets = ((134, 6),)
+    (mistake,) = check.check(config).mistakes
+    assert re.search(r"at least \(140, 12\), sampler.max_prompt \+ 2 x sampler.max_tokens", mistake)
 
 
 def test_memory_of_chosen_shapes_is_planned_for_the_whole_budget(monkeypatch) -> None:
