@@ -161,7 +161,8 @@ def test_pair_list_holds_the_live_block_pairs_in_runs(by_keys: bool) -> None:
     rng = np.random.default_rng(9)
     index, last_query = np.arange(1024, dtype=np.int32), packed_rows.packed_row(rng, 1024, UNIT)
     last_query[600:] = -1
-    pairs = splash.list_pairs(index, index, last_query, 64, 128, by_keys)
+    arrays = [jnp.asarray(array) for array in (index, index, last_query)]
+    pairs = splash.list_pairs(*arrays, 64, 128, by_keys)
     words = [int(word) for word in np.asarray(pairs.words)[: int(pairs.count)]]
     visible = (
         packed_rows.visible_mask(index, index, last_query)

@@ -184,7 +184,8 @@ def test_pair_lists_hold_the_live_block_pairs(by_keys: bool) -> None:
     )
     last_query[600:] = -1
     block_q, block_k = 16, 32
-    pairs = np.asarray(triton.list_pairs(index, index, last_query, block_q, block_k, by_keys))
+    arrays = [jnp.asarray(array) for array in (index, index, last_query)]
+    pairs = np.asarray(triton.list_pairs(*arrays, block_q, block_k, by_keys))
     visible = packed_rows.visible_mask(index, index, last_query).reshape(64, 16, 32, 32)
     any_visible, every = visible.any(axis=(1, 3)), visible.all(axis=(1, 3))
     if by_keys:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -67,10 +68,10 @@ def test_proposal_continues_the_last_match(match: int, tokens: int) -> None:
 
 @pytest.mark.slow
 def test_proposals_come_from_the_slots_own_prompt() -> None:
-    prompts = np.array([[0, 0, 5, 6, 7, 8], [5, 6, 1, 2, 3, 4]], np.int32)
-    row, length = np.array([1, 0, 0, 1]), np.array([6, 4, 1, 6])
-    slot_tokens = np.array([[5, 6, 9], [5, 6, 9], [5, 6, 9], [3, 4, 9]], np.int32)
-    count = np.array([2, 2, 2, 2])
+    prompts = jnp.array([[0, 0, 5, 6, 7, 8], [5, 6, 1, 2, 3, 4]])
+    row, length = jnp.array([1, 0, 0, 1]), jnp.array([6, 4, 1, 6])
+    slot_tokens = jnp.array([[5, 6, 9], [5, 6, 9], [5, 6, 9], [3, 4, 9]])
+    count = jnp.array([2, 2, 2, 2])
     proposals = speculative.propose(prompts, row, length, slot_tokens, count, 2, 3)
     no_token = speculative.NO_TOKEN
     assert proposals.tolist() == [

@@ -145,7 +145,7 @@ def _batch(learner: Learner) -> MicroBatch:
     groups = _groups()
     (batch,), refused = learner.pack(groups, learner.weigh(groups))
     assert not refused
-    return batch
+    return jax.tree.map(jnp.asarray, batch)
 
 
 @pytest.mark.slow
