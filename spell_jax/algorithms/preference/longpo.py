@@ -53,7 +53,7 @@ def make_longpo(config: LongPoConfig, context: AlgorithmContext) -> StaticAlgori
     return StaticAlgorithm(
         # A question without a known short context cannot form a pair.
         make_question_set(config, context, PairEpisode, short_contexts=True),
-        PairAnswering(config, context, short_answers=1).answer_batches,
+        PairAnswering(config, context).answer_batches,
         lambda episodes, key: pair_groups(episodes, choose_answers, pair_answers),
         lambda episodes: count_pairs(episodes, config, choose_answers),
     )

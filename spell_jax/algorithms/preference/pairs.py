@@ -7,17 +7,15 @@ was written from are the short context; all documents of the cluster are the lon
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from spell_jax.algorithms.base import USED, AlgorithmContext, Annotation
+from spell_jax.algorithms.base import USED, Annotation
 from spell_jax.algorithms.preference.episode import PairEpisode
 from spell_jax.algorithms.rlvr.config import StaticConfig
 from spell_jax.algorithms.spell.answering import Answering
 from spell_jax.algorithms.spell.metrics import count_questions
 from spell_jax.learner.packing import TrainGroup
-from spell_jax.rollout.replies import Ask, AskModels, Reply
+from spell_jax.rollout.replies import Ask, Reply
 from spell_jax.runtime.log.metrics import Metrics
 
 CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
@@ -27,33 +25,23 @@ CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
 ChoosePair = Callable[[PairEpisode], tuple[int, int] | str]
 
 
-class PairAnswering:
-    """Answers to a question after both contexts; the long context's answer is rewarded."""
+class PairAnswering(Answering[PairEpisode]):
+    """Answers to a question after both contexts; the long context's answer is rewarded.
 
-    def __init__(self, config: StaticConfig, context: AlgorithmContext, short_answers: int):
-        self._config, self._prompts = config, context.prompts
-        self._short_answers = short_answers
-        self._answering = Answering(config, context)
-
-    def answer_batches(
-        self, ask: AskModels, batches: Iterator[list[PairEpisode]], rng: np.random.Generator
-    ) -> list[PairEpisode]:
-        """Answer and reward batches of accepted questions."""
-        return self._answering.fill((ask.run_all(self.solve, batch) for batch in batches), rng)
-
-    async def solve(self, ask: Ask, episode: PairEpisode) -> PairEpisode:
-        return await self._answering.verify(ask, await self.answer(ask, episode))
+    Attributes:
+      group_size: answers after the short context; after all documents there is one.
+    """
 
     async def answer(self, ask: Ask, episode: PairEpisode) -> PairEpisode:
         """Ask for answers after each context; a prompt over the cap ends the episode."""
-        e, c = episode, self._config
+        e, c = episode, self.config
         shown = [e.documents[i] for i in e.shown]
         # The short context first: a refused short prompt saves the long one. One answer after all
         # documents is LongPO's rejected answer, and for SoLoPO a metric.
-        contexts = ((shown, self._short_answers), (e.documents, 1))
+        contexts = ((shown, self.group_size), (e.documents, 1))
         replies: list[Reply] = []
         for documents, count in contexts:
-            text = self._prompts.responder(e.task, documents, e.question)
+            text = self.prompts.responder(e.task, documents, e.question)
             (reply,) = answered = await ask("responder", [text], count)
             if reply is None:
                 return e.without_reply("responder", answered)

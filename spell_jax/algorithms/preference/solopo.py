@@ -67,7 +67,7 @@ def make_solopo(config: SoLoPoConfig, context: AlgorithmContext) -> StaticAlgori
     return StaticAlgorithm(
         # A question without a known short context cannot form a pair.
         make_question_set(config, context, PairEpisode, short_contexts=True),
-        PairAnswering(config, context, short_answers=config.group_size).answer_batches,
+        PairAnswering(config, context, config.group_size).answer_batches,
         lambda episodes, key: pair_groups(episodes, choose_answers, pair_answers),
         lambda episodes: count_pairs(episodes, config, choose_answers),
     )

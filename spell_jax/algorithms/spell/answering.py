@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from spell_jax.selfplay import evidence, parsing, rewards
 AnsweredEpisode = TypeVar("AnsweredEpisode", bound=SpellEpisode)
 
 
-class Answering:
+class Answering(Generic[AnsweredEpisode]):
     """The responder's answers to questions, and their rewards by the rule or a judge.
 
     Attributes:
@@ -55,12 +55,12 @@ class Answering:
         return episodes
 
     def answer_batches(
-        self, ask: AskModels, batches: Iterable[list[SpellEpisode]], rng: np.random.Generator
-    ) -> list[SpellEpisode]:
+        self, ask: AskModels, batches: Iterable[list[AnsweredEpisode]], rng: np.random.Generator
+    ) -> list[AnsweredEpisode]:
         """Answer and reward batches of accepted questions until enough have mixed rewards."""
         return self.fill((ask.run_all(self.solve, batch) for batch in batches), rng)
 
-    async def solve(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
+    async def solve(self, ask: Ask, episode: AnsweredEpisode) -> AnsweredEpisode:
         """Run parts 4 and 5."""
         episode = await self.answer(ask, episode)
         fault_injection.point("answered")
@@ -70,7 +70,7 @@ class Answering:
 
     # 4. The responder answers from all documents.
 
-    async def answer(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
+    async def answer(self, ask: Ask, episode: AnsweredEpisode) -> AnsweredEpisode:
         """Ask for G answers to an accepted question; a prompt over the cap ends the episode."""
         e = episode
         if e.status != "accepted":
@@ -111,7 +111,7 @@ class Answering:
         return replace(group, reference_prompt=prompt)
 
 
-class GradedAnswering(Answering):
+class GradedAnswering(Answering[SpellEpisode]):
     """Answers that a verifier votes on, until enough questions have mixed rewards."""
 
     def __init__(self, config: GradedConfig, context: AlgorithmContext):
@@ -129,7 +129,7 @@ class GradedAnswering(Answering):
 
     # 5. The verifier compares answers with the reference.
 
-    async def verify(self, ask: Ask, episode: AnsweredEpisode) -> AnsweredEpisode:
+    async def verify(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
         """Ask for G_v votes on each answer that states a prediction (4)."""
         e = await super().verify(ask, episode)
         if not self.responder.has_verifier:
@@ -148,7 +148,7 @@ class GradedAnswering(Answering):
 
     # 6. Rewards.
 
-    def reward(self, e: AnsweredEpisode, rng: np.random.Generator) -> AnsweredEpisode:
+    def reward(self, e: SpellEpisode, rng: np.random.Generator) -> SpellEpisode:
         """Compute the rewards of a question's answers (6)."""
         if e.response is None:
             return e
