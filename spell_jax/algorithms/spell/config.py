@@ -1,9 +1,9 @@
-"""Config of SPELL: the paper's recipe, its ablations, and named departures from it."""
+"""Configs of SPELL and of algorithms that answer questions with its parts."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from spell_jax.algorithms.config import AlgorithmConfig, RolloutBudget
@@ -18,14 +18,14 @@ from spell_jax.algorithms.spell.sections import (
     WriterConfig,
 )
 from spell_jax.learner.loss_config import LossConfig
-from spell_jax.runtime.config import MOVED_FIELDS, check_least
+from spell_jax.runtime.config import check_least
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import parsing, prompts
 
 
 @dataclasses.dataclass(frozen=True)
 class QuestionsConfig(AlgorithmConfig):
-    """Fields of an algorithm that answers questions which a policy can write.
+    """Fields of an algorithm that answers questions, given or written by the policy.
 
     Attributes:
       generation_batch: questions proposed, or taken from a static set, in one round.
@@ -181,14 +181,13 @@ class GradedConfig(QuestionsConfig):
         batch, size, good = self.generation_batch, self.group_size, self.most_mixed
         budgets = [RolloutBudget("answers", "responder", batch, size, good)]
         if self.has_verifier:
-            verdict_groups = self.verifier.count_groups(good * size)
-            trained = min(verdict_groups, 2 * self.most_questions * size) * self.verifier.train
-            budgets.append(
-                RolloutBudget(
-                    *("verdicts", "verifier", batch * size, self.verifier.group_size, trained),
-                    max_tokens=self.verifier.max_tokens,
-                )
+            votes, cap = self.verifier.group_size, self.verifier.max_tokens
+            groups = self.verifier.count_groups(good * size)
+            trained = min(groups, 2 * self.most_questions * size) * self.verifier.train
+            verdicts = RolloutBudget(
+                "verdicts", "verifier", batch * size, votes, trained, max_tokens=cap
             )
+            budgets.append(verdicts)
         return budgets
 
 
@@ -237,31 +236,3 @@ class SpellConfig(GradedConfig):
             name, probes = "answers to probes", self.questioner.probes
             budgets.append(RolloutBudget(name, "responder", probes, self.group_size))
         return budgets + super().budgets()
-
-
-# Names of fields before they had sections -> the sections' names.
-_MOVED: Mapping[str, str] = {
-    "reference_source": "reader.source",
-    "reader_samples": "reader.samples",
-    "reader_unanimous": "reader.unanimous",
-    "reader_by_hop": "reader.by_hop",
-    "gate_leak": "reader.gate_leak",
-    "reader_refresh": "reader.refresh",
-    "responder_reward": "responder.reward",
-    "document_share": "responder.document_share",
-    "verifier_group_size": "verifier.group_size",
-    "max_verdict_tokens": "verifier.max_tokens",
-    "train_verifier": "verifier.train",
-    "malformed_penalty": "verifier.malformed_penalty",
-    "verifier_share": "verifier.share",
-    "verifier_conflict": "verifier.conflict",
-    "consistency_gate": "verifier.consistency_gate",
-    "balance_verdicts": "verifier.balance",
-    "train_questioner": "questioner.train",
-    "questioner_normalization": "questioner.normalization",
-} | {
-    field.name: f"questioner.{field.name}"
-    for field in dataclasses.fields(QuestionerConfig)
-    if field.name not in ("train", "normalization")
-}
-MOVED_FIELDS.update({f"algorithm.{old}": f"algorithm.{new}" for old, new in _MOVED.items()})

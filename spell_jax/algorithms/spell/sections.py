@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spell_jax.runtime.config import check_choice, check_least
+from spell_jax.runtime.config import MOVED_FIELDS, check_choice, check_least
 from spell_jax.selfplay import evidence, rewards, selection
 
 CONFIRMED = "confirmed"
@@ -255,3 +255,31 @@ class VerifierConfig:
 def _check_share(value: float, name: str) -> None:
     if not 0 <= value <= 1:
         raise ValueError(f"{name} = {value}: must be in [0, 1]")
+
+
+# Names of fields before they had sections -> the sections' names.
+_MOVED: Mapping[str, str] = {
+    "reference_source": "reader.source",
+    "reader_samples": "reader.samples",
+    "reader_unanimous": "reader.unanimous",
+    "reader_by_hop": "reader.by_hop",
+    "gate_leak": "reader.gate_leak",
+    "reader_refresh": "reader.refresh",
+    "responder_reward": "responder.reward",
+    "document_share": "responder.document_share",
+    "verifier_group_size": "verifier.group_size",
+    "max_verdict_tokens": "verifier.max_tokens",
+    "train_verifier": "verifier.train",
+    "malformed_penalty": "verifier.malformed_penalty",
+    "verifier_share": "verifier.share",
+    "verifier_conflict": "verifier.conflict",
+    "consistency_gate": "verifier.consistency_gate",
+    "balance_verdicts": "verifier.balance",
+    "train_questioner": "questioner.train",
+    "questioner_normalization": "questioner.normalization",
+} | {
+    field.name: f"questioner.{field.name}"
+    for field in dataclasses.fields(QuestionerConfig)
+    if field.name not in ("train", "normalization")
+}
+MOVED_FIELDS.update({f"algorithm.{old}": f"algorithm.{new}" for old, new in _MOVED.items()})
