@@ -10,7 +10,9 @@ from spell_jax.runtime.config import check_least
 
 @dataclasses.dataclass(frozen=True)
 class StaticConfig(QuestionsConfig):
-    """Fields of a static set. Sections of writing matter only if questions are written.
+    """Fields of an algorithm that answers a static set of questions, given or written once.
+
+    The sections `questioner` and `reader` count only if the set is written.
 
     Attributes:
       static_questions: number of proposals for the static set, which keeps questions that pass the

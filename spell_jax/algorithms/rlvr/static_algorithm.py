@@ -1,4 +1,4 @@
-"""Algorithms on a static set of questions: RLVR and its relatives, which differ in three parts."""
+"""Algorithms on a static set of questions: RLVR and its relatives, which differ in their parts."""
 
 from __future__ import annotations
 
