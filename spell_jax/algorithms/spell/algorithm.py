@@ -78,8 +78,9 @@ class Spell:
         """Set the questioner's reward of an answered question (7)."""
         if episode.response is None:
             return episode
-        rewarded = self.progress if self.progress.is_rewarded and episode.mixed else self.questioner
-        return replace(episode, reward=rewarded.reward(episode))
+        if self.progress.is_rewarded and episode.mixed:
+            return replace(episode, reward=self.progress.reward(episode))
+        return replace(episode, reward=self.questioner.reward(episode))
 
     def groups(
         self, episodes: Sequence[SpellEpisode], key: Key

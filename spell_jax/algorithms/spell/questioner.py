@@ -10,10 +10,9 @@ import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.algorithms.episode import judge_answers
-from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell import frozen_reader
 from spell_jax.algorithms.spell.config import QuestionsConfig, SpellConfig
-from spell_jax.algorithms.spell.episode import SpellEpisode, documents_of
+from spell_jax.algorithms.spell.episode import SpellEpisode, documents_of, reject
 from spell_jax.algorithms.spell.sections import QuestionerConfig
 from spell_jax.data.clusters import CLOZE, LETTERS, Cluster
 from spell_jax.rollout.replies import Ask, AskModels
@@ -30,8 +29,8 @@ class QuestionWriter:
       stream: tasks and clusters to write about.
       memory: questions of earlier steps; none, unless a subclass remembers some.
       model_names: models besides the policy: the frozen reader, if there is one.
-      temperature: of all samples that questions are made from; None: sampler.temperature, at which
-        the questioner is trained.
+      temperature: temperature of all samples that questions are made from; None:
+        sampler.temperature, at which the questioner is trained.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class QuestionWriter:
         return [episode for episode in started for _ in range(count // starts)]
 
     def _start_episode(self, task: str, cluster: Cluster, rng: np.random.Generator) -> SpellEpisode:
-        """Start an episode; over the prompt cap, drop new documents, then the oldest history."""
+        """Sample what the questioner of an episode reads, and how it is asked."""
         history = self.memory.get(task, cluster.id)
         seen_documents = documents_of(history)
         unseen = [i for i in range(len(cluster.documents)) if i not in seen_documents]
@@ -123,18 +122,14 @@ class QuestionWriter:
         leak = self.config.reader.gate_leak
         leaks = leak > 0 and rng.random() < leak
         dropped = 0
-        # New documents go first, then the oldest question (spec 2.2).
+        # Over the prompt cap, new documents go first, then the oldest question (spec 2.2).
         while True:
             shown = tuple(sorted(documents_of(history) | set(new)))
             documents = [cluster.documents[i] for i in shown]
             text = self.prompts.questioner(task, documents, history, letter, cue)
             smallest = not history and len(new) <= 1
             if smallest or self._count(text) <= self._cap:
-                names = [f"{{documents[{i}]}}" for i in shown]
-                return SpellEpisode(
-                    *(task, cluster, shown, history, dropped, m > room, text, span, leaks),
-                    template=self.prompts.questioner(task, names, history, letter, cue),
-                )
+                break
             dropped += 1
             if new and (history or len(new) > 1):
                 new.pop()
@@ -142,6 +137,19 @@ class QuestionWriter:
                 history = history[1:]
                 if not history:  # the questioner needs at least one document
                     new = [int(rng.integers(len(cluster.documents)))]
+        names = [f"{{documents[{i}]}}" for i in shown]
+        return SpellEpisode(
+            task,
+            cluster,
+            shown,
+            history,
+            dropped=dropped,
+            reduced=m > room,
+            questioner_prompt=text,
+            span=span,
+            leaks=leaks,
+            template=self.prompts.questioner(task, names, history, letter, cue),
+        )
 
     async def propose(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
         """Ask for a question and its reference, and parse the reply."""
@@ -213,7 +221,7 @@ class QuestionWriter:
 
     def _reject_known(self, e: SpellEpisode) -> SpellEpisode:
         is_known = sum(e.blind_scores) >= self.section.grounding_threshold
-        return spell_episode.reject(e, "known_without_documents") if is_known else e
+        return reject(e, "known_without_documents") if is_known else e
 
     # 3. (Option) A frozen copy of the first policy states the reference.
 
