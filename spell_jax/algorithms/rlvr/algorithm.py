@@ -16,14 +16,14 @@ from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.algorithms.rlvr.config import RlvrConfig
 from spell_jax.algorithms.rlvr.question_sets import make_question_set
 from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
-from spell_jax.algorithms.spell.answering import GradedAnswering
+from spell_jax.algorithms.spell.answering import VerifiedAnswering
 from spell_jax.algorithms.spell.groups import role_groups
 from spell_jax.algorithms.spell.metrics import count_questions
 
 
 def make_rlvr(config: RlvrConfig, context: AlgorithmContext) -> StaticAlgorithm:
     """Make the algorithm from its parts: questions, answers, and groups of two roles."""
-    answering = GradedAnswering(config, context)
+    answering = VerifiedAnswering(config, context)
     # The responder shall name the documents that a question is about.
     names_documents = config.responder.document_share > 0
     return StaticAlgorithm(

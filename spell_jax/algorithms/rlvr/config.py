@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from spell_jax.algorithms.spell.config import GradedConfig, QuestionsConfig
+from spell_jax.algorithms.spell.config import QuestionsConfig, VerifiedConfig
 from spell_jax.runtime.config import check_least
 
 
@@ -37,8 +37,8 @@ class StaticConfig(QuestionsConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class GradedStaticConfig(GradedConfig, StaticConfig):
-    """Fields of an algorithm that trains on the rewards of answers to a static set."""
+class VerifiedStaticConfig(VerifiedConfig, StaticConfig):
+    """Fields of an algorithm with a verifier on a static set of questions."""
 
     def budget_summary(self) -> str:
         return (
@@ -49,7 +49,7 @@ class GradedStaticConfig(GradedConfig, StaticConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class RlvrConfig(GradedStaticConfig):
+class RlvrConfig(VerifiedStaticConfig):
     """Fields of config.algorithm for RLVR."""
 
     name: str = "rlvr"

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext, Key
-from spell_jax.algorithms.rlvr.config import GradedStaticConfig
+from spell_jax.algorithms.rlvr.config import VerifiedStaticConfig
 from spell_jax.algorithms.rlvr.question_sets import (
     QuestionSet,
     deal_once,
     make_question_set,
 )
 from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
-from spell_jax.algorithms.spell.answering import GradedAnswering
+from spell_jax.algorithms.spell.answering import VerifiedAnswering
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.algorithms.spell.groups import role_groups
 from spell_jax.algorithms.spell.metrics import count_questions
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class QwenLongConfig(GradedStaticConfig):
+class QwenLongConfig(VerifiedStaticConfig):
     """Fields of config.algorithm for QwenLong-L1: the curriculum.
 
     Attributes:
@@ -75,7 +75,7 @@ class QwenLongConfig(GradedStaticConfig):
 
 def make_qwenlong(config: QwenLongConfig, context: AlgorithmContext) -> StaticAlgorithm:
     """Make the algorithm from its parts: questions by phase, answers, and groups of two roles."""
-    answering = GradedAnswering(config, context)
+    answering = VerifiedAnswering(config, context)
     return StaticAlgorithm(
         Phases(config, context),
         answering.answer_batches,

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key
-from spell_jax.algorithms.spell.answering import GradedAnswering
+from spell_jax.algorithms.spell.answering import VerifiedAnswering
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.algorithms.spell.groups import role_groups
@@ -47,7 +47,7 @@ class Spell:
     def __init__(self, config: SpellConfig, context: AlgorithmContext):
         self.config = config
         self.questioner = Questioner(config, context)
-        self.answering = GradedAnswering(config, context)
+        self.answering = VerifiedAnswering(config, context)
         self.progress = ProbeProgress(config, context.prompts, self.questioner.stream)
         self.model_names = self.questioner.model_names
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spell_jax.algorithms.base import USED, Annotation
-from spell_jax.algorithms.spell.config import GradedConfig
+from spell_jax.algorithms.spell.config import VerifiedConfig
 from spell_jax.algorithms.spell.episode import Advantages, SpellEpisode, is_eligible_verdict
 from spell_jax.algorithms.spell.sections import QuestionerConfig, VerifierConfig
 
@@ -13,7 +13,7 @@ from spell_jax.algorithms.spell.sections import QuestionerConfig, VerifierConfig
 def annotate(
     episodes: Sequence[SpellEpisode],
     advantages: Advantages,
-    config: GradedConfig,
+    config: VerifiedConfig,
     questioner: QuestionerConfig | None,
 ) -> list[Annotation]:
     """Return each episode's advantages by role, and the use of each role's replies or why not.

@@ -11,7 +11,7 @@ import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.algorithms.episode import ask_judge
-from spell_jax.algorithms.spell.config import GradedConfig, QuestionsConfig
+from spell_jax.algorithms.spell.config import QuestionsConfig, VerifiedConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.rollout.replies import Ask, AskModels
@@ -111,10 +111,10 @@ class Answering(Generic[AnsweredEpisode]):
         return replace(group, reference_prompt=prompt)
 
 
-class GradedAnswering(Answering[SpellEpisode]):
+class VerifiedAnswering(Answering[SpellEpisode]):
     """Answers that a verifier votes on, until enough questions have mixed rewards."""
 
-    def __init__(self, config: GradedConfig, context: AlgorithmContext):
+    def __init__(self, config: VerifiedConfig, context: AlgorithmContext):
         super().__init__(config, context, config.group_size)
         self.rounds, self.questions = config.max_generations, config.questions
         self.responder, self.verifier = config.responder, config.verifier

@@ -121,8 +121,8 @@ class QuestionsConfig(AlgorithmConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class GradedConfig(QuestionsConfig):
-    """Fields of an algorithm that trains on questions whose answers differ in their rewards.
+class VerifiedConfig(QuestionsConfig):
+    """Fields of an algorithm with a verifier, which trains on questions with mixed rewards.
 
     Attributes:
       questions: number of questions with mixed rewards in an update [paper: batch size].
@@ -192,7 +192,7 @@ class GradedConfig(QuestionsConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class SpellConfig(GradedConfig):
+class SpellConfig(VerifiedConfig):
     """Fields of config.algorithm for SPELL.
 
     Where the paper's text and its public code differ, configs/paper.py has the text's values and

@@ -9,7 +9,7 @@ import numpy as np
 from spell_jax.algorithms.base import Annotation, Key
 from spell_jax.algorithms.spell.annotations import annotate
 from spell_jax.algorithms.spell.answering import Answering
-from spell_jax.algorithms.spell.config import GradedConfig
+from spell_jax.algorithms.spell.config import VerifiedConfig
 from spell_jax.algorithms.spell.episode import Advantages, SpellEpisode, is_eligible_verdict
 from spell_jax.algorithms.spell.sections import QuestionerConfig, VerifierConfig
 from spell_jax.learner.advantages import batch_advantages
@@ -20,7 +20,7 @@ from spell_jax.selfplay import rewards, selection
 def role_groups(
     episodes: Sequence[SpellEpisode],
     key: Key,
-    config: GradedConfig,
+    config: VerifiedConfig,
     answering: Answering,
     questioner: QuestionerConfig | None = None,
 ) -> tuple[list[TrainGroup], list[Annotation]]:
@@ -46,7 +46,7 @@ def role_groups(
     return groups, annotate(episodes, advantages, config, questioner)
 
 
-def choose_questions(episodes: Sequence[SpellEpisode], config: GradedConfig) -> list[int]:
+def choose_questions(episodes: Sequence[SpellEpisode], config: VerifiedConfig) -> list[int]:
     """Return the indices of the questions that the responder is trained on."""
     answered = [n for n, e in enumerate(episodes) if e.response is not None]
     scores = [episodes[n].scores for n in answered]
@@ -57,7 +57,7 @@ def choose_questions(episodes: Sequence[SpellEpisode], config: GradedConfig) -> 
 
 
 def responder_advantages(
-    episodes: Sequence[SpellEpisode], good: Sequence[int], config: GradedConfig
+    episodes: Sequence[SpellEpisode], good: Sequence[int], config: VerifiedConfig
 ) -> Advantages:
     """Normalize the rewards of each question's answers (3)."""
     return {(n, "responder", 0): config.to_advantages(episodes[n].scores) for n in good}
@@ -105,7 +105,7 @@ def questioner_advantages(
 
 
 def verifier_advantages(
-    episodes: Sequence[SpellEpisode], good: int, config: GradedConfig, rng: np.random.Generator
+    episodes: Sequence[SpellEpisode], good: int, config: VerifiedConfig, rng: np.random.Generator
 ) -> Advantages:
     """Sample judged answers with differing votes from all questions; return advantages (8)."""
     verifier = config.verifier
