@@ -12,9 +12,10 @@
 7. groups: groups that are trained on, with their advantages: one GRPO update for all roles.
 
 Parts 1 to 5 are coroutines that run concurrently for all questions of a round. An external judge
-scores the answers of parts 2 and 4; with one, part 4 begins when part 3 has ended for all. Rounds
-of parts 1 to 6 are repeated until enough questions have answers of mixed reward. Numbers in
-parentheses are equations of the paper; "spec" is docs/algorithm.md.
+scores the answers of parts 2 and 4. With a judge, or several questions about a cluster, part 4
+begins when part 3 has ended for all. Rounds of parts 1 to 6 are repeated until enough questions
+have answers of mixed reward. Numbers in parentheses are equations of the paper; "spec" is
+docs/algorithm.md.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Spell:
         rng = np.random.default_rng([*key])
         self.progress.measure(ask)
         rounds = (self._round(ask, rng) for _ in itertools.count())
-        episodes = [self.reward(e) for e in self.answering.fill(rounds, rng)]
+        episodes = [self.reward(e) for e in self.answering.reward_rounds(rounds, rng)]
         # Memory is read as of the start of a step and written at its end (spec 12).
         self.questioner.remember(episodes)
         self.progress.push(episodes, rng)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from spell_jax.algorithms.base import USED, Annotation
 from spell_jax.algorithms.spell.config import VerifiedConfig
-from spell_jax.algorithms.spell.episode import Advantages, SpellEpisode, is_eligible_verdict
+from spell_jax.algorithms.spell.episode import Advantages, SpellEpisode
 from spell_jax.algorithms.spell.sections import QuestionerConfig, VerifierConfig
 
 
@@ -64,4 +64,5 @@ def _why_no_votes(e: SpellEpisode, i: int, verifier: VerifierConfig) -> str:
         return "not_judged"
     if not verifier.train:
         return "not_trained"
-    return "not_sampled" if is_eligible_verdict(e, i, verifier) else "nothing_to_learn"
+    is_eligible = verifier.is_eligible(e.votes[i], e.rule[i])
+    return "not_sampled" if is_eligible else "nothing_to_learn"

@@ -37,7 +37,7 @@ class Answering(Generic[AnsweredEpisode]):
         self._judge = context.judge
         self._teacher_prompt = context.teacher_prompt
 
-    def fill(
+    def reward_rounds(
         self, batches: Iterable[list[AnsweredEpisode]], rng: np.random.Generator
     ) -> list[AnsweredEpisode]:
         """Reward one answered batch per round until enough questions have mixed rewards.
@@ -58,7 +58,7 @@ class Answering(Generic[AnsweredEpisode]):
         self, ask: AskModels, batches: Iterable[list[AnsweredEpisode]], rng: np.random.Generator
     ) -> list[AnsweredEpisode]:
         """Answer and reward batches of accepted questions until enough have mixed rewards."""
-        return self.fill((ask.run_all(self.solve, batch) for batch in batches), rng)
+        return self.reward_rounds((ask.run_all(self.solve, batch) for batch in batches), rng)
 
     async def solve(self, ask: Ask, episode: AnsweredEpisode) -> AnsweredEpisode:
         """Run parts 4 and 5."""

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import field
 
 from spell_jax.algorithms.episode import QuestionEpisode, only_text, recorded
-from spell_jax.algorithms.spell.sections import VerifierConfig
 from spell_jax.rollout.replies import Reply
 from spell_jax.runtime.log.metrics import Metrics
-from spell_jax.selfplay import cloze, rewards, selection
+from spell_jax.selfplay import cloze, rewards
 from spell_jax.selfplay.memory import Entry
 
 STATUSES = (
@@ -108,13 +107,3 @@ def reject(e: SpellEpisode, reason: str) -> SpellEpisode:
     # Eq. 7: -0.5, less than never solved (0) and more than a bad format (-1).
     ungrounded = {"status": "ungrounded", "reward": rewards.UNGROUNDED}
     return dataclasses.replace(e, reason=reason, **ungrounded)
-
-
-def is_eligible_verdict(e: SpellEpisode, i: int, verifier: VerifierConfig) -> bool:
-    """Return whether the verifier may be trained on its votes on answer i."""
-    return selection.eligible_verifier_group(
-        e.votes[i],
-        e.rule[i],
-        consistency=verifier.consistency_gate,
-        conflict=verifier.conflict,
-    )

@@ -10,8 +10,8 @@ from spell_jax.algorithms.base import Annotation, Key
 from spell_jax.algorithms.spell.annotations import annotate
 from spell_jax.algorithms.spell.answering import Answering
 from spell_jax.algorithms.spell.config import VerifiedConfig
-from spell_jax.algorithms.spell.episode import Advantages, SpellEpisode, is_eligible_verdict
-from spell_jax.algorithms.spell.sections import QuestionerConfig, VerifierConfig
+from spell_jax.algorithms.spell.episode import Advantages, SpellEpisode
+from spell_jax.algorithms.spell.sections import QuestionerConfig
 from spell_jax.learner.advantages import batch_advantages
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.selfplay import rewards, selection
@@ -105,31 +105,32 @@ def questioner_advantages(
 
 
 def verifier_advantages(
-    episodes: Sequence[SpellEpisode], good: int, config: VerifiedConfig, rng: np.random.Generator
+    episodes: Sequence[SpellEpisode],
+    questions: int,
+    config: VerifiedConfig,
+    rng: np.random.Generator,
 ) -> Advantages:
-    """Sample judged answers with differing votes from all questions; return advantages (8)."""
+    """Sample answers with differing votes from all questions; return their advantages (8).
+
+    `questions` is the number that the responder is trained on.
+    """
     verifier = config.verifier
     # Answers of all rounds are candidates, also to questions that the update leaves out.
     eligible = [
         (n, i, e.votes[i])
         for n, e in enumerate(episodes)
         for i, reply in enumerate(e.judged)
-        if reply is not None and is_eligible_verdict(e, i, verifier)
+        if reply is not None and verifier.is_eligible(e.votes[i], e.rule[i])
     ]
     positions = selection.verifier_groups(
         [rewards.majority(votes) for _, _, votes in eligible],
-        good * config.group_size,
+        questions * config.group_size,
         verifier.group_size,
         verifier.share,
         rng,
         balance=verifier.balance,
     )
     return {
-        (n, "verifier", i): config.to_advantages(verifier_rewards(votes, verifier))
+        (n, "verifier", i): config.to_advantages(verifier.reward_votes(votes))
         for n, i, votes in (eligible[at] for at in positions)
     }
-
-
-def verifier_rewards(votes: Sequence[int], verifier: VerifierConfig) -> list[float]:
-    # A malformed vote earns -1, as in the public code (spec 6): the penalty preserves the format.
-    return rewards.verifier_rewards(votes, -1.0 if verifier.malformed_penalty else 0.0)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.algorithms.episode import count_fields, count_reasons
 from spell_jax.algorithms.spell.episode import STATUSES, SpellEpisode
-from spell_jax.algorithms.spell.groups import verifier_rewards
 from spell_jax.algorithms.spell.sections import VerifierConfig
 from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.selfplay import rewards
@@ -32,7 +31,7 @@ def count_questions(
         for suffix in ("", f"/{e.task}"):
             _count(metrics, e, suffix)
             if verifier is not None:
-                for reward in (r for votes in e.votes for r in verifier_rewards(votes, verifier)):
+                for reward in (r for votes in e.votes for r in verifier.reward_votes(votes)):
                     metrics.add(f"verifier_reward{suffix}", reward)
     tasks = sorted({e.task for e in episodes})
     for e in (e for e in episodes if e.mixed):

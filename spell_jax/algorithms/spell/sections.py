@@ -251,6 +251,17 @@ class VerifierConfig:
         groups = int(answers * self.share / self.group_size)
         return groups - groups % 2 if self.balance else groups
 
+    def is_eligible(self, votes: Sequence[int], rule: float) -> bool:
+        """Return whether votes on an answer of this score by the rule may be trained on."""
+        return selection.eligible_verifier_group(
+            votes, rule, consistency=self.consistency_gate, conflict=self.conflict
+        )
+
+    def reward_votes(self, votes: Sequence[int]) -> list[float]:
+        # A malformed vote earns -1, as in the public code (spec 6): the penalty preserves the
+        # format.
+        return rewards.verifier_rewards(votes, -1.0 if self.malformed_penalty else 0.0)
+
 
 def _check_share(value: float, name: str) -> None:
     if not 0 <= value <= 1:
