@@ -192,23 +192,23 @@ class Learner:
         self.loss.check_groups(groups)
         if self.loss.support == "sampled":
             groups = old_logprobs.on_sampled_support(groups)
-        difference: dict[str, float] = {}
+        score_numbers: dict[str, float] = {}
         if self.loss.old_logprobs == "recompute":
             sampled, groups = groups, self.recompute(state, groups)
-            difference = statistics.sampler_difference(sampled, groups)
+            score_numbers = statistics.sampler_difference(sampled, groups)
         if reference is not None and self.loss.old_logprobs == "reference":
             groups = self.score_reference(reference, groups)
         if reference is not None and self.loss.distillation_weight:
             taught = old_logprobs.taught(groups)
             scored = self.score_reference(reference, taught)
-            difference |= statistics.teacher_kl(taught, scored)
+            score_numbers |= statistics.teacher_kl(taught, scored)
             weight = self.loss.distillation_weight
             groups = old_logprobs.with_teacher(groups, scored, weight)
         # Old logprobs and teacher are computed: only a KL term reads the reference from here on.
         if not self.loss.kl_weight:
             reference = None
         parts = packing.in_parts(groups, minibatches) or [[]]
-        return Update(self, state, parts, reference, difference)
+        return Update(self, state, parts, reference, score_numbers)
 
     def recompute(
         self, state: TrainState, groups: Sequence[packing.TrainGroup]
@@ -286,10 +286,10 @@ class Update:
         state: TrainState,
         parts: Sequence[Sequence[packing.TrainGroup]],
         reference: transformer.Params | None,
-        difference: dict[str, float],
+        score_numbers: dict[str, float],
     ):
         self._learner, self._state, self._master_reference = learner, state, reference
-        self._difference = difference
+        self._score_numbers = score_numbers
         self._later = parts[1:]
         self._start_step(parts[0])
 
@@ -329,7 +329,7 @@ class Update:
         steps. Raises NonFinite at the optimizer.max_skipped-th skipped update in a row, counted
         over resumed runs too.
         """
-        numbers = [self._finish_step() | self._difference]
+        numbers = [self._finish_step() | self._score_numbers]
         for part in self._later:
             self._start_step(part)
             numbers.append(self._finish_step())
