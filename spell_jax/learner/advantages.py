@@ -1,4 +1,4 @@
-"""Advantages of groups, and of rows over a batch (paper Eq. 3, 8 and 9; spec section 8).
+"""Advantages of groups and of questioner rows (paper Eq. 3, 8 and 9; spec section 8).
 
 Lists and NumPy arrays are computed in float64 on the host and checked for NaN. JAX arrays and
 tracers are computed in float32 with jax.numpy and unchecked, so the functions also run under jit.
@@ -49,28 +49,28 @@ def group_advantages(
     return values.astype(xp.float32)
 
 
-def batch_advantages(
-    rewards: ArrayLike | jax.Array, names: Sequence[str] | None = None, *, ddof: int = 1
+def questioner_advantages(
+    rewards: ArrayLike | jax.Array, tasks: Sequence[str] | None = None, *, ddof: int = 1
 ) -> Array:
-    """Normalize rewards [B] over the batch (Eq. 9), or over the rows of each name.
+    """Normalize questioner rewards [B] over the batch (Eq. 9) or per task to advantages [B].
 
-    With `names`, such as tasks, each row is normalized by the rows of its name, so that a hard task
-    is not punished for being hard. A row that is alone with its name is normalized by the whole
-    batch. A batch of one row has advantage 0. `ddof` is as in group_advantages. Advantages are
-    float32; `names` is static under jit. Raises ValueError if rewards are not a vector as long as
-    `names`, or a reward on the host is not finite.
+    With `tasks`, a name per row, each task is normalized by its own rows, so that a hard task is
+    not punished for being hard. A task with a single row is normalized by the whole batch. A batch
+    of one row has advantage 0. `ddof` is as in group_advantages. Advantages are float32; `tasks` is
+    static under jit. Raises ValueError if rewards are not a vector as long as `tasks`, or one on
+    the host is not finite.
     """
     xp, values = _as_array(rewards)
-    rows = len(names) if names is not None else values.size
+    rows = len(tasks) if tasks is not None else values.size
     message = f"rewards: shape {values.shape}; it must be ({rows},)"
     chex.assert_shape(values, (rows,), custom_message=message, exception_type=ValueError)
     if rows < 2:
         return xp.zeros(values.shape, xp.float32)
     by_batch = group_advantages(values, ddof=ddof)
-    if names is None:
+    if tasks is None:
         return by_batch
-    name_of_row = np.asarray(names)
-    members = [np.flatnonzero(name_of_row == name) for name in dict.fromkeys(names)]
+    names = np.asarray(tasks)
+    members = [np.flatnonzero(names == name) for name in dict.fromkeys(tasks)]
     parts = [group_advantages(values[m], ddof=ddof) if len(m) > 1 else by_batch[m] for m in members]
     return xp.concatenate(parts)[np.argsort(np.concatenate(members))]
 

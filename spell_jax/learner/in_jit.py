@@ -65,7 +65,7 @@ def masked_advantages(
 ) -> Float32[Array, " B"]:
     """Normalize rewards over the rows that `included` marks; other rows get 0.
 
-    The values equal `advantages.batch_advantages` of the marked rows alone (paper Eq. 9).
+    The values equal `advantages.questioner_advantages` of the marked rows alone (paper Eq. 9).
     `ddof` is as in `advantages.group_advantages`.
     """
     count = jnp.sum(included)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from spell_jax.learner.advantages import batch_advantages, group_advantages
+from spell_jax.learner.advantages import group_advantages, questioner_advantages
 from tests.paths import REFERENCE_CASES
 
 
@@ -57,7 +57,7 @@ def test_advantages_of_each_role_match_reference_cases():
             if role != "questioner":
                 advantages = group_advantages(rewards[at])
             elif case["in"]["group"] == "batch":
-                advantages = batch_advantages(rewards[at], [rows[row]["task"] for row in at])
+                advantages = questioner_advantages(rewards[at], [rows[row]["task"] for row in at])
             else:
                 continue  # raw rewards as advantages: a mode that is off in that code's own runs
             expected_advantages = expected[at]
@@ -83,10 +83,10 @@ def test_plain_deviation_by_hand():
     expected_advantages = np.array([3, -1, -1, -1]) / math.sqrt(3)
     for actual in (
         group_advantages([1, 0, 0, 0], ddof=0),
-        batch_advantages([1, 0, 0, 0], ddof=0),
+        questioner_advantages([1, 0, 0, 0], ddof=0),
     ):
         np.testing.assert_allclose(actual, expected_advantages, rtol=4e-6)
-    by_task = batch_advantages([1, 0, 0, 1], ["a", "b", "a", "b"], ddof=0)
+    by_task = questioner_advantages([1, 0, 0, 1], ["a", "b", "a", "b"], ddof=0)
     np.testing.assert_allclose(by_task, [1, -1, -1, 1], rtol=4e-6)
     jitted_advantages = jitted(group_advantages, ddof=0)(np.array([1.0, 0, 0, 0]))
     np.testing.assert_allclose(jitted_advantages, expected_advantages, rtol=4e-6)
@@ -99,22 +99,22 @@ def test_group_of_one_keeps_its_reward():
 
 def test_task_with_one_row_is_normalized_over_the_whole_batch():
     rewards, tasks = [1.0, 0.0, 0.5, -1.0], ["a", "a", "a", "b"]
-    actual = batch_advantages(rewards, tasks)
+    actual = questioner_advantages(rewards, tasks)
     np.testing.assert_allclose(actual[:3], [1, -1, 0], atol=1e-5)
     assert actual[3] == group_advantages(rewards)[3]
 
 
-def test_batch_advantages_without_tasks_are_normalized_over_the_batch():
+def test_questioner_advantages_without_tasks_are_normalized_over_the_batch():
     """Eq. 9: the deviation is the sample's (ddof 1)."""
-    advantages = batch_advantages([1.0, 0.0, 0.5, -1.0])
+    advantages = questioner_advantages([1.0, 0.0, 0.5, -1.0])
     expected_advantages = (np.array([1.0, 0.0, 0.5, -1.0]) - 0.125) / math.sqrt(2.1875 / 3)
     np.testing.assert_allclose(advantages, expected_advantages, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tasks", ["a", None])
 def test_single_questioner_row_has_zero_advantage(tasks):
-    assert batch_advantages([0.7], tasks).tolist() == [0]
-    assert batch_advantages([], tasks and []).shape == (0,)
+    assert questioner_advantages([0.7], tasks).tolist() == [0]
+    assert questioner_advantages([], tasks and []).shape == (0,)
 
 
 def test_invalid_rewards_and_shapes_are_rejected():
@@ -124,14 +124,14 @@ def test_invalid_rewards_and_shapes_are_rejected():
     with pytest.raises(ValueError, match=r"^rewards\[1\] = nan: must be a finite number$"):
         group_advantages([1.0, math.nan])
     with pytest.raises(ValueError, match=r"^rewards\[1\] = None: must be a finite number$"):
-        batch_advantages(typing.cast(Any, [1.0, None]))
+        questioner_advantages(typing.cast(Any, [1.0, None]))
     assert group_advantages([True, False]).tolist() == [-x for x in group_advantages([0, 1])]
     with pytest.raises(ValueError, match="rewards: a scalar"):
         group_advantages(1.0)
     with pytest.raises(ValueError, match=r"rewards: shape \(2,\).*\(1,\)"):
-        batch_advantages([1.0, 0.0], ["a"])
+        questioner_advantages([1.0, 0.0], ["a"])
     with pytest.raises(ValueError, match=r"rewards: shape \(1, 2\).*\(2,\)"):
-        batch_advantages([[1.0, 0.0]])
+        questioner_advantages([[1.0, 0.0]])
 
 
 rewards = st.floats(-1, 1, width=32)
@@ -147,11 +147,11 @@ def test_group_advantages_are_finite_and_centered(values):
 
 
 @given(st.lists(st.tuples(rewards, st.sampled_from("abc")), max_size=12))
-def test_batch_advantages_are_finite_and_zero_for_equal_rewards(rows):
+def test_questioner_advantages_are_finite_and_zero_for_equal_rewards(rows):
     values, tasks = [row[0] for row in rows], [row[1] for row in rows]
     for names in (tasks, None):
-        assert np.isfinite(batch_advantages(values, names)).all()
-        np.testing.assert_allclose(batch_advantages([0.1] * len(rows), names), 0, atol=1e-9)
+        assert np.isfinite(questioner_advantages(values, names)).all()
+        np.testing.assert_allclose(questioner_advantages([0.1] * len(rows), names), 0, atol=1e-9)
 
 
 # ----------------------------------------------------------------------------- Under jit
@@ -173,12 +173,12 @@ def test_group_advantages_under_jit_equal_numpy(shape, divide):
 
 
 @pytest.mark.parametrize("tasks", ["aabba", "aabac", "abcde", "aaaaa", "a", "", None])
-def test_batch_advantages_under_jit_equal_numpy(tasks):
+def test_questioner_advantages_under_jit_equal_numpy(tasks):
     names = None if tasks is None else tuple(tasks)
     values = np.random.default_rng(1).random(5 if names is None else len(names))
-    advantages = jitted(batch_advantages, names=names)(values)
+    advantages = jitted(questioner_advantages, tasks=names)(values)
     assert isinstance(advantages, jax.Array)
-    expected_advantages = batch_advantages(values, names)
+    expected_advantages = questioner_advantages(values, names)
     np.testing.assert_allclose(advantages, expected_advantages, rtol=1e-6, atol=1e-6)
 
 
@@ -198,4 +198,4 @@ def test_shapes_are_checked_while_tracing():
     with pytest.raises(ValueError, match="rewards: a scalar"):
         jitted(group_advantages)(1.0)
     with pytest.raises(ValueError, match=r"rewards: shape \(2,\).*\(1,\)"):
-        jitted(batch_advantages, names=("a",))(np.ones(2))
+        jitted(questioner_advantages, tasks=("a",))(np.ones(2))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spell_jax.learner.advantages import batch_advantages
+from spell_jax.learner.advantages import questioner_advantages
 from spell_jax.learner.in_jit import masked_advantages, score_replies
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
@@ -43,7 +43,7 @@ def test_masked_advantages_are_those_of_the_marked_rows():
         masked = np.asarray(
             masked_advantages(jnp.asarray(rewards), jnp.asarray(included), ddof=ddof)
         )
-        expected = batch_advantages(rewards[included], ddof=ddof)
+        expected = questioner_advantages(rewards[included], ddof=ddof)
         np.testing.assert_allclose(masked[included], expected, atol=1e-6)
         assert not masked[~included].any()
     equal = np.full(7, 0.1, np.float32)  # their mean is rounded

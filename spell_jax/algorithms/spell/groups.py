@@ -12,7 +12,7 @@ from spell_jax.algorithms.spell.answering import Answering
 from spell_jax.algorithms.spell.config import VerifiedConfig
 from spell_jax.algorithms.spell.episode import Advantages, SpellEpisode
 from spell_jax.algorithms.spell.sections import QuestionerConfig
-from spell_jax.learner.advantages import batch_advantages
+from spell_jax.learner.advantages import questioner_advantages as normalize
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.selfplay import rewards, selection
 
@@ -93,7 +93,7 @@ def questioner_advantages(
     values = [episodes[n].reward or 0.0 for n in rows]
     advantages = np.mean(
         [
-            batch_advantages(values, names.get(kind), ddof=ddof)
+            normalize(values, names.get(kind), ddof=ddof)
             for kind in questioner.normalization.split("+")
         ],
         axis=0,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.learner.advantages import batch_advantages
+from spell_jax.learner.advantages import questioner_advantages
 from spell_jax.selfplay import selection
 from tests.algorithms.scripted import QA, Rollout, Row, Script, make_config, read
 
@@ -85,8 +85,8 @@ def test_questioner_is_normalized_over_batch_and_cluster(kind):
         e for e in rollout.episodes if e.reward == -1
     ]
     values = [e.reward or 0.0 for e in rows]
-    by_batch = batch_advantages(values)
-    by_cluster = batch_advantages(values, [e.cluster.id for e in rows])
+    by_batch = questioner_advantages(values)
+    by_cluster = questioner_advantages(values, [e.cluster.id for e in rows])
     expected_advantages = {
         "batch": by_batch,
         "cluster": by_cluster,
