@@ -93,12 +93,16 @@ def _check_fields(name: str, section: Mapping[str, Any]) -> None:
     present = {field for field, _ in flat(section)}
     if present <= fields[name]:
         return
-    for owner in ALGORITHMS:
-        if present <= fields[owner]:
-            raise ValueError(
-                f"algorithm.name = {name!r}: must be {owner!r}, whose fields the config has; take "
-                f"another config for {name!r}, such as {ALGORITHMS[name].example or 'your own'}"
-            )
+    # Algorithms may have the same fields, or more than another one has: the fewest fields fit best.
+    owners = [algorithm for algorithm in ALGORITHMS if present <= fields[algorithm]]
+    if owners:
+        fewest = min(len(fields[algorithm]) for algorithm in owners)
+        choices = [repr(owner) for owner in owners if len(fields[owner]) == fewest]
+        raise ValueError(
+            f"algorithm.name = {name!r}: must be {' or '.join(choices)}, whose fields the config "
+            f"has; take another config for {name!r}, such as "
+            f"{ALGORITHMS[name].example or 'your own'}"
+        )
 
 
 def _field_names(config: AlgorithmConfig) -> set[str]:
