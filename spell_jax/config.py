@@ -31,6 +31,7 @@ from spell_jax.policy.products import resolve_dtype
 from spell_jax.runtime import hooks, setup
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import (
+    MOVED_FIELDS,
     Config,
     ConfigError,
     build,
@@ -474,18 +475,20 @@ def keep_dtypes(
 
 
 def check_resumed(config: RunConfig | Config, step: int, saved: Mapping[str, Any]) -> None:
-    """Raise ValueError if a checkpoint has more steps, another seed, or names of an old version."""
-    # Another seed would mix two orders of documents and two streams of random numbers in one run.
+    """Raise ValueError if a checkpoint has more steps, or another seed, algorithm or version."""
     if step > config.steps:
         raise ValueError(f"steps = {config.steps}: must be at least {step}, which are done")
-    if saved.get("seed", config.seed) != config.seed:
-        raise ValueError(
-            f"seed = {config.seed}: must be {saved['seed']}, with which this run began"
-        )
     fields = to_dict(config) if isinstance(config, RunConfig) else config.to_dict()
-    present = dict(flat(fields))
-    for name, _ in flat(saved):
-        if name not in present and (moved := describe_move(name, present)):
+    present, before = dict(flat(fields)), dict(flat(saved))
+    # Another seed would mix two orders of documents and two streams of random numbers in one run.
+    # Another algorithm cannot read the state of the first one.
+    for name in ("seed", "algorithm.name"):
+        if name in present and before.get(name, present[name]) != present[name]:
+            raise ValueError(
+                f"{name} = {present[name]!r}: must be {before[name]!r}, with which this run began"
+            )
+    for name in before:
+        if name in MOVED_FIELDS and (moved := describe_move(name, present)):
             raise ValueError(
                 f"{name}: {moved}; the run began with an older version, which can go on with it"
             )
