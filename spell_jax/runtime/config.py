@@ -171,7 +171,7 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
     values = dict(section.items())
     for name in values:
         if name not in fields:
-            hint = describe_move(f"{before}{name}", [f"{before}{field}" for field in fields])
+            hint = describe_move(f"{before}{name}", [*_dotted(cls, before)])
             hint = hint or f"no such field, must be one of {sorted(fields)}"
             raise ValueError(f"{before}{name}: {hint}")
     for name, value in values.items():
@@ -192,17 +192,26 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
         raise ValueError(str(error).replace(f"{usual}.", f"{where}.")) from error
 
 
+def _dotted(cls: type, before: str) -> Iterator[str]:
+    """Yield the dotted names of a dataclass' fields, and of the dataclasses inside it."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(typing.cast(Any, cls)):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _dotted(hints[field.name], f"{before}{field.name}.")
+        else:
+            yield f"{before}{field.name}"
+
+
 def describe_move(name: str, present: Collection[str]) -> str:
     """Return where a field is now, by its old dotted name; "" if it did not move.
 
-    `present` are dotted names of the config's fields or sections.
+    `present` are dotted names of the config's fields.
     """
     moved = MOVED_FIELDS.get(name)
-    if not moved:
+    # Another algorithm may have the field, by its new name too.
+    if name in present or not (moved or name in MOVED_FIELDS.values()):
         return ""
-    # Another algorithm may have the field, or only some fields of its section.
-    is_there = moved in present or moved.rpartition(".")[0] in present
-    return f"now {moved}" if is_there else "no such field of this algorithm"
+    return f"now {moved}" if moved in present else "no such field of this algorithm"
 
 
 def check_least(fields: Any, where: str, **least: float) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from absl import app, flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from spell_jax.runtime import terminal, urls
 from spell_jax.runtime.config import (
@@ -57,7 +57,7 @@ _EXTRAS = {"apache_beam": "data", "datasketch": "data", "py3langid": "data", "py
 # Subclasses of ValueError with messages that say what is wrong but not where.
 _PLACELESS = (json.JSONDecodeError, UnicodeError)
 _IN_CONFIG_FILE = " Error whilst parsing config file:"  # ml_collections, before a traceback as text
-
+_WRONG_TYPE = "Could not override field"  # ml_collections, of a value that a field does not take
 _UNSET = "must have a value other than None"  # absl, of a required flag
 
 _is_set_up = False  # whether the work of the current command has started
@@ -209,9 +209,10 @@ def parse_flags(
 
     `flags_parser` makes the arguments of `main` from argv and must parse `values`. --config may
     also name a config that ships with the package (--config=tiny). ValueError if a config file
-    cannot be opened or has no such field; flags.Error if a flag is unknown, missing or invalid. An
-    exception from the Python code of a config file is a bug there and passes, except for the
-    ValueError that get_config raises for a bad argument (--config=FILE:ARGUMENT).
+    cannot be opened, or if it or a flag names a field that the config lacks; flags.Error if a flag
+    is unknown, missing or invalid. Other exceptions from the Python code of a config file are bugs
+    there and pass, except for the ValueError that get_config raises for a bad argument
+    (--config=FILE:ARGUMENT).
     """
     argv = _find_config(argv)
     try:
@@ -227,6 +228,15 @@ def parse_flags(
         if not is_in_file:
             raise
         kind, _, text = trace.strip().splitlines()[-1].partition(": ")
+        if argument := re.match(r"get_config\(\) (takes|missing) \w+ .*positional argument", text):
+            remedy = (
+                "no argument after the file"
+                if argument[1] == "takes"
+                else "an argument, as FILE:ARGUMENT"
+            )
+            raise ValueError(f"{head.removeprefix('flag ')} must have {remedy}") from error
+        if kind == "TypeError" and text.startswith(_WRONG_TYPE):
+            raise ValueError(f"{head.removeprefix('flag ')} {text}") from error
         if kind != "ValueError":
             setup_done()
             raise
@@ -241,11 +251,11 @@ def parse_flags(
             text = _no_such_config(argv)
         raise ValueError(text) from error
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        # A frame of the config file itself means that its code raised the error: a bug, not a flag.
+        # A frame of the config file itself means that its code raised the error, not a flag.
         names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         if names & {"get_config", "<module>"}:
-            if moved := _moved_field(error):
-                raise ValueError(moved) from error
+            if line := _missing_field(error):
+                raise ValueError(line) from error
             raise
         raise ValueError(_no_such_field(error, argv)) from error
 
@@ -278,11 +288,31 @@ def _no_such_config(argv: Sequence[str]) -> str:
     return f"--config = {value!r}: no such file; {hint}must be a file or one of {', '.join(names)}"
 
 
-def _moved_field(error: Exception) -> str:
-    """Return where a field is now that a config file sets by its old name; else ""."""
-    key = re.match(r"\W*Key \W*(\w+)\W* does not exist", str(error))
-    names = [name for name in MOVED_FIELDS if key and name.rpartition(".")[2] == key[1]]
-    return f"{names[0]}: now {MOVED_FIELDS[names[0]]}" if names else ""
+def _missing_field(error: Exception) -> str:
+    """Return the line for a field that a config file names and the config lacks; else ""."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    owners = [frame.f_locals.get("self") for frame, _ in frames]
+    section = owners[-1]
+    key = re.match(r"\W*(?:Key \W*(\w+)\W* does not exist|(\w+)\W*$)", str(error))
+    if not key or not isinstance(section, ConfigDict):
+        return ""
+    is_inside = [isinstance(owner, ConfigDict) for owner in owners]
+    caller, line = frames[is_inside.index(True) - 1]
+    file = caller.f_code.co_filename
+    return f"{_remedy(key[1] or key[2], section)} ({file}, line {line})"
+
+
+def _remedy(name: str, section: ConfigDict) -> str:
+    """Return the new place of a field that a section lacks, or the section's fields."""
+    fields = [field for field, _ in flat(section.to_dict())]
+    for old, new in MOVED_FIELDS.items():
+        place, _, last = old.rpartition(".")
+        # Sections do not know their names: an old name is this section's if it has the new field.
+        if last == name and new.removeprefix(f"{place}.") in fields:
+            return f"{old}: now {new}"
+    close_names = difflib.get_close_matches(name, list(section), 1)
+    remedy = f"did you mean {close_names[0]}?" if close_names else f"must be one of {list(section)}"
+    return f"{name}: no such field, {remedy}"
 
 
 def _no_such_field(error: Exception, argv: Sequence[str]) -> str:

@@ -35,9 +35,6 @@ def get_config(name=""):
         raise ValueError("unknown: must be one of ('known',)")
     if name == "type":
         raise TypeError("a bug of the config file")
-    if name == "field":
-        config.lock()
-        config.algorithm.sigmx = 2.0
     return config
 """
 
@@ -270,6 +267,11 @@ def test_shipped_configs_have_names(name, tmp_path, monkeypatch):
             r"^--config\.algorithm\.train_verifier: no such field of this algorithm$",
         ),
         (
+            ["--config=tiny:rlvr", "--config.algorithm.questioner.train=False"],
+            r"^--config\.algorithm\.questioner\.train: no such field of this algorithm$",
+        ),
+        (["--config=qwenlong:x"], r"^--config=.*qwenlong\.py:x: must have no argument after"),
+        (
             ["--config={config}", "--config.steps.x=2"],
             r"^--config\.steps\.x: no such field. Did you mean --config\.steps\?$",
         ),
@@ -320,11 +322,9 @@ def test_flags_that_jax_cannot_hold_are_refused(flag, largest, monkeypatch, caps
     )
 
 
-@pytest.mark.parametrize("name", ["type", "field"])
-def test_errors_in_a_config_file_propagate_with_details(name, config, capsys):
-    with pytest.raises((TypeError, AttributeError, flags.Error)) as error, entry.user_errors():
-        parse(f"--config={config}:{name}")
-    assert "Did you mean" in str(error.value) or "in get_config" in str(error.value)
+def test_errors_in_a_config_file_propagate_with_details(config, capsys):
+    with pytest.raises(flags.Error, match="in get_config"), entry.user_errors():
+        parse(f"--config={config}:type")
     assert capsys.readouterr() == ("", "")
 
 
