@@ -3,7 +3,7 @@
     python -m spell_jax.train --config=configs/tiny.py --workdir=runs/demo
 
 --config=configs/tiny.py:NAME trains another algorithm on questions, such as rlvr, with the values
-of the fields that both have.
+of the fields that both have, and with the loss that NAME needs.
 
 Hardware: 2 CPU cores. Minutes and expected scores: docs/results.md. What departs from the paper's
 recipe, which decays at this size: a frozen reader gives the references and their contexts stay
@@ -12,8 +12,24 @@ advantages are normalized per task, and an update uses the questions with mixed 
 of 48 proposals (about 12), where the paper runs rounds until an update has 128 questions.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from spell_jax.config import change_algorithm, default_config
 from spell_jax.runtime.config import Config
+
+_PAIRS = {
+    "loss.objective": "dpo",
+    "loss.old_logprobs": "reference",
+    "loss.aggregation": "sequence_mean",
+}
+# Algorithm -> fields of other sections, without which it does not run.
+_NEEDS: Mapping[str, Mapping[str, Any]] = {
+    "self_distillation": {"loss.distillation_weight": 1.0},
+    "longpo": _PAIRS | {"loss.nll_weight": 1.0},
+    # A row holds a pair after its short prompt, and the chosen answer after all documents.
+    "solopo": _PAIRS | {"loss.align_weight": 1.0, "packing.buckets": ((480, 240),)},
+}
 
 
 def get_config(algorithm: str = "spell") -> Config:
@@ -48,4 +64,5 @@ def get_config(algorithm: str = "spell") -> Config:
     # 5 rows a micro-batch: 83 % of the tokens are no padding, with 20 rows 68 % (20 steps).
     config.packing.update(buckets=((320, 224),), token_budget=1600)
     change_algorithm(config, algorithm)
+    config.update_from_flattened_dict(_NEEDS.get(algorithm, {}))
     return config
