@@ -23,6 +23,7 @@ import numpy as np
 
 from spell_jax.algorithms import registry
 from spell_jax.algorithms.base import AlgorithmContext
+from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.algorithms.dry import RIGHT, WRONG, DryCall, in_letters
 from spell_jax.data.clusters import Cluster, ClusterSource
 from spell_jax.data.questions import Question
@@ -79,19 +80,27 @@ class DryStep(NamedTuple):
     groups: list[TrainGroup]
 
 
+def check(config: Config, work: Workload) -> AlgorithmConfig:
+    """Read the algorithm of a config; ValueError if no dry run can have it, as in `run_step`."""
+    algorithm = registry.read_algorithm(config.algorithm, needs_judge=False)
+    if registry.ALGORITHMS[algorithm.name].write_replies is None:
+        raise ValueError(
+            f"algorithm.name = {algorithm.name!r}: must have write_replies in its AlgorithmSpec, "
+            "for --time"
+        )
+    _document_characters(algorithm.load_prompts(), work)
+    return algorithm
+
+
 def run_step(config: Config, sampler: Sampler, work: Workload) -> DryStep:
     """Run the first step of the config's algorithm on the sizes of `sampler`.
 
     ValueError if the algorithm has no function for dry replies, if prompts of `work.prompt` tokens
     are too short for templates and documents, or if a request can never fit into the pool.
     """
-    algorithm_config = registry.read_algorithm(config.algorithm, needs_judge=False)
+    algorithm_config = check(config, work)
     spec = registry.ALGORITHMS[algorithm_config.name]
-    if spec.write_replies is None:
-        raise ValueError(
-            f"algorithm.name = {algorithm_config.name!r}: must have write_replies in its "
-            "AlgorithmSpec, for --time"
-        )
+    assert spec.write_replies is not None
     writer = _Writer(spec.write_replies, algorithm_config, work)
     dry_sampler = DrySampler(sampler.config, sampler.shape, sampler.shards, writer.write)
     model = TextSampler(cast(Any, dry_sampler), cast(Any, DryTokenizer()))

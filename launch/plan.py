@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 from absl import flags
 
-from launch import aot, step_time, topologies
+from launch import aot, dry_step, step_time, topologies
 from launch.topologies import GIB
 from spell_jax.learner import packing, shapes
 from spell_jax.policy import moe
@@ -379,6 +379,7 @@ def main(_) -> None:
     if flag_values.time:
         sizes: dict[str, Any] = {name: flag_values[name].value for name in _WORKLOAD}
         work = step_time.workload(config, length, **sizes)
+        dry_step.check(config, work)  # before the programs, whose construction ends the checks
         plan = MemoryPlan(config, policy, topology, length)
         print(step_time.describe_step(plan.programs, topology, work))
         print("Memory: " + ("all programs fit" if plan.fits else "too much (run without --time)"))

@@ -185,6 +185,7 @@ def test_documented_seconds_are_within_15_percent_of_the_model(row: list[str]) -
     [
         (["--answered=2"], "error: answered = 2.0: must be above 0, at most 1"),
         (["--documents=0"], "error: documents = 0: must be at least 1"),
+        (["--documents=99"], "error: length = 1024: must be at least "),
         (["--topology=a100-9"], "error: topology = 'a100-9': must be one of"),
         ([], ""),
     ],
