@@ -12,23 +12,14 @@ advantages are normalized per task, and an update uses the questions with mixed 
 of 48 proposals (about 12), where the paper runs rounds until an update has 128 questions.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from spell_jax.config import change_algorithm, default_config
 from spell_jax.runtime.config import Config
 
-_PAIRS = {
-    "loss.objective": "dpo",
-    "loss.old_logprobs": "reference",
-    "loss.aggregation": "sequence_mean",
-}
-# Algorithm -> fields of other sections, without which it does not run.
-_NEEDS: Mapping[str, Mapping[str, Any]] = {
-    "self_distillation": {"loss.distillation_weight": 1.0},
-    "longpo": _PAIRS | {"loss.nll_weight": 1.0},
-    # A row holds a pair after its short prompt, and the chosen answer after all documents.
-    "solopo": _PAIRS | {"loss.align_weight": 1.0, "packing.buckets": ((480, 240),)},
+_PAIRS = {"objective": "dpo", "old_logprobs": "reference", "aggregation": "sequence_mean"}
+_LOSSES = {
+    "self_distillation": {"distillation_weight": 1.0},
+    "longpo": _PAIRS | {"nll_weight": 1.0},
+    "solopo": _PAIRS | {"align_weight": 1.0},
 }
 
 
@@ -40,8 +31,7 @@ def get_config(algorithm: str = "spell") -> Config:
     config.policy.update(folder="tiny", remat="none")
     config.data.source = "tiny"
 
-    config.algorithm.update(prompts="compact", questions=48, generation_batch=48)
-    config.algorithm.max_generations = 1
+    config.algorithm.update(prompts="compact", questions=48, generation_batch=48, max_generations=1)
     questioner, verifier = config.algorithm.questioner, config.algorithm.verifier
     questioner.documents = (2,)
     # The questioner, and so the frozen reader, never reads more than 2 (1 + 1) of the documents:
@@ -62,7 +52,9 @@ def get_config(algorithm: str = "spell") -> Config:
     # moment must not average over 1,000 (b2 of .999), but over 20.
     config.optimizer.update(learning_rate=2e-4, b2=0.95)
     # 5 rows a micro-batch: 83 % of the tokens are no padding, with 20 rows 68 % (20 steps).
-    config.packing.update(buckets=((320, 224),), token_budget=1600)
+    # SoLoPO's rows hold the chosen answer twice, after its short prompt and after all documents.
+    bucket = (480, 240) if algorithm == "solopo" else (320, 224)
+    config.packing.update(buckets=(bucket,), token_budget=1600)
     change_algorithm(config, algorithm)
-    config.update_from_flattened_dict(_NEEDS.get(algorithm, {}))
+    config.loss.update(_LOSSES.get(algorithm, {}))
     return config

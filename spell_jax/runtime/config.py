@@ -171,7 +171,10 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
     values = dict(section.items())
     for name in values:
         if name not in fields:
-            hint = describe_move(f"{before}{name}", [*_dotted(cls, before)])
+            # Only fields of config.algorithm have moved, whose dataclasses have defaults.
+            defaults: Any = cls(**extra) if f"{before}{name}" in MOVED_FIELDS else None
+            present = dict(flat(dataclasses.asdict(defaults), before)) if defaults else {}
+            hint = describe_move(f"{before}{name}", present)
             hint = hint or f"no such field, must be one of {sorted(fields)}"
             raise ValueError(f"{before}{name}: {hint}")
     for name, value in values.items():
@@ -190,16 +193,6 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
         if usual == where:
             raise
         raise ValueError(str(error).replace(f"{usual}.", f"{where}.")) from error
-
-
-def _dotted(cls: type, before: str) -> Iterator[str]:
-    """Yield the dotted names of a dataclass' fields, and of the dataclasses inside it."""
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(typing.cast(Any, cls)):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from _dotted(hints[field.name], f"{before}{field.name}.")
-        else:
-            yield f"{before}{field.name}"
 
 
 def describe_move(name: str, present: Collection[str]) -> str:
