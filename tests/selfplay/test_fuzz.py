@@ -93,6 +93,7 @@ NO_READERS = {
         "algorithms.pairs",
         "algorithms.question_sets",
         "algorithms.questioner",
+        "algorithms.sections",
         "algorithms.static_algorithm",
     ),
     *(
