@@ -395,7 +395,7 @@ def test_local_executor_trains_and_continues_after_a_failure(tmp_path):
     assert "1 of 2 work units are done" in process.stdout
     trained = workdir / "001-seed=1-algorithm.questioner.documents=_1_"
     config = json.loads((trained / "config.json").read_text())
-    assert (config["seed"], config["algorithm"]["documents"]) == (1, [1])
+    assert (config["seed"], config["algorithm"]["questioner"]["documents"]) == (1, [1])
     assert [record["step"] for record in read_metrics(trained)] == [1]
 
 
