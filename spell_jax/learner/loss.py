@@ -77,12 +77,12 @@ def _ratio_loss(
 
 
 def policy_loss(
-    logprobs: Float32[Array, "*B A"],
-    old_logprobs: Float32[Array, "*B A"],
-    advantages: Float32[Array, "*B A"],
-    weights: Float32[Array, "*B A"],
+    logprobs: Float32[Array, "*shape"],
+    old_logprobs: Float32[Array, "*shape"],
+    advantages: Float32[Array, "*shape"],
+    weights: Float32[Array, "*shape"],
     config: LossConfig,
-    answer: Int32[Array, "*B A"] | None = None,
+    answer: Int32[Array, "*shape"] | None = None,
 ) -> tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]:
     """Sum the surrogate loss with token weights (paper Eq. 2 without KL; spec section 9).
 
@@ -116,11 +116,11 @@ def policy_loss(
 
 
 def log_ratio(
-    logprobs: Float32[Array, "*B A"],
-    old_logprobs: Float32[Array, "*B A"],
+    logprobs: Float32[Array, "*shape"],
+    old_logprobs: Float32[Array, "*shape"],
     ratio: str = "token",
-    answer: Int32[Array, "*B A"] | None = None,
-) -> Float32[Array, "*B A"]:
+    answer: Int32[Array, "*shape"] | None = None,
+) -> Float32[Array, "*shape"]:
     """Return log(pi / pi_old) of each token, or the sum or mean over its answer.
 
     `ratio` is "token", "sequence" (the sum) or "sequence_mean". The last two take rows [B, A] and
@@ -137,7 +137,7 @@ def log_ratio(
     return sums / jnp.maximum(sum_by_answer(jnp.ones_like(tokens), answer), 1.0)
 
 
-def importance(log_ratio: Float32[Array, "*B A"], cap: float) -> Float32[Array, "*B A"]:
+def importance(log_ratio: Float32[Array, "*shape"], cap: float) -> Float32[Array, "*B A"]:
     """Truncate importance weights to min(pi / pi_old, cap), constants for the gradient; cap >= 1.
 
     Source: Espeholt et al. 2018 (arXiv 1802.01561), the truncation of IMPALA.
@@ -146,10 +146,10 @@ def importance(log_ratio: Float32[Array, "*B A"], cap: float) -> Float32[Array, 
 
 
 def kl_estimate(
-    logprobs: Float32[Array, "*B A"],
-    reference_logprobs: Float32[Array, "*B A"],
+    logprobs: Float32[Array, "*shape"],
+    reference_logprobs: Float32[Array, "*shape"],
     estimator: str = "k3",
-) -> Float32[Array, "*B A"]:
+) -> Float32[Array, "*shape"]:
     """Estimate KL(policy || reference) per token, for tokens sampled from the policy.
 
     With d = log reference - log policy (Schulman 2020, "Approximating KL divergence"):
