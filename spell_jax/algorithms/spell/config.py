@@ -183,7 +183,7 @@ class VerifiedConfig(QuestionsConfig):
         if self.has_verifier:
             votes, cap = self.verifier.group_size, self.verifier.max_tokens
             groups = self.verifier.count_groups(good * size)
-            trained = min(groups, 2 * self.most_questions * size) * self.verifier.train
+            trained = min(groups, self.most_questions * size) * self.verifier.train
             verdicts = RolloutBudget(
                 "verdicts", "verifier", batch * size, votes, trained, max_tokens=cap
             )
