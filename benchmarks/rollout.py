@@ -243,7 +243,7 @@ class _ForcedSession(Session):
 
 
 def _length(lengths: np.ndarray, sequence: DecodeSequence) -> int:
-    return int(lengths[sequence.prefilled.ticket, sequence.number])
+    return int(lengths[sequence.admitted.ticket, sequence.number])
 
 
 @dataclasses.dataclass

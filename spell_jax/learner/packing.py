@@ -67,7 +67,7 @@ class TrainGroup:
         if not 1 <= len(context) <= len(self.prompt):  # so its answers fit where the group fits
             raise ValueError(
                 f"group.reference_prompt: of {len(context)} tokens, must have from 1 to "
-                f"{len(self.prompt)}, those of the prompt"
+                f"{len(self.prompt)}, the tokens of the prompt"
             )
         lengths = [len(sample.tokens) for sample in self.samples]
         if not lengths or not all(lengths):

@@ -11,7 +11,7 @@ import numpy as np
 from spell_jax.data.samples import Sample
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.sampler.sampled import JoinedResult
-from spell_jax.sampler.scheduler import PrefilledPrompt, Tasks
+from spell_jax.sampler.scheduler import AdmittedPrompt, Tasks
 
 
 class SlotTokens:
@@ -104,19 +104,19 @@ class PromptExperts:
         """Add the result [B, C, L, k] of a prefill call without waiting for the device."""
         self._pending.append((experts, tasks))
 
-    def take(self, shard: int, prefilled: PrefilledPrompt) -> np.ndarray | None:
+    def take(self, shard: int, admitted: AdmittedPrompt) -> np.ndarray | None:
         """Return a prompt's experts [P, L, k] before its pages are released; None if unrecorded."""
         self._collect()
         if not self._pages:
             return None
-        pages = [self._pages[shard, page] for page in prefilled.pages]
-        return np.concatenate(pages)[: len(prefilled.tokens)]
+        pages = [self._pages[shard, page] for page in admitted.pages]
+        return np.concatenate(pages)[: len(admitted.tokens)]
 
     def _collect(self) -> None:
         for experts, tasks in self._pending:
             by_shard = jax.device_get(experts).reshape(len(tasks), -1, *experts.shape[1:])
             for shard, shard_tasks in enumerate(tasks):
-                for row, (prefilled, number) in enumerate(shard_tasks):
+                for row, (admitted, number) in enumerate(shard_tasks):
                     # A copy. A view would keep the whole call in memory as long as one page.
-                    self._pages[shard, prefilled.pages[number]] = by_shard[shard, row].copy()
+                    self._pages[shard, admitted.pages[number]] = by_shard[shard, row].copy()
         self._pending = []

@@ -23,7 +23,7 @@ from spell_jax.sampler import programs, sampling
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.programs import State
 from spell_jax.sampler.sampled import JoinedResult, join
-from spell_jax.sampler.scheduler import DecodeSequence, PrefilledPrompt, Scheduler, Tasks
+from spell_jax.sampler.scheduler import AdmittedPrompt, DecodeSequence, Scheduler, Tasks
 
 Limits = list[dict[DecodeSequence, int]]  # for each shard the result of Shard.allocate_pages
 
@@ -46,17 +46,17 @@ def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> program
     for shard, shard_tasks in enumerate(tasks):
         rows, first = slice(len(shard_tasks)), shard * shape.prompts
         starts = np.array([number * shape.page_size for _, number in shard_tasks], np.int32)
-        lengths = np.array([len(prefilled.tokens) for prefilled, _ in shard_tasks], np.int32)
+        lengths = np.array([len(admitted.tokens) for admitted, _ in shard_tasks], np.int32)
         batch.start[shard, rows] = starts
         batch.length[shard, rows] = np.minimum(lengths - starts, shape.page_size)
-        for row, (prefilled, number) in enumerate(shard_tasks):
-            pages, start = prefilled.pages, number * shape.page_size
-            tokens = prefilled.tokens[start : start + shape.page_size]
+        for row, (admitted, number) in enumerate(shard_tasks):
+            pages, start = admitted.pages, number * shape.page_size
+            tokens = admitted.tokens[start : start + shape.page_size]
             batch.tokens[shard, row, : len(tokens)] = tokens
             batch.page[shard, row] = pages[number]
             batch.table[shard, row, : len(pages)] = pages
             if number + 1 == len(pages):
-                batch.prefilled[shard, row] = first + prefilled.index
+                batch.prefilled[shard, row] = first + admitted.index
     return _merge_shards(batch)
 
 
@@ -181,12 +181,12 @@ def _fill_slots(
     if not limits:
         return
     at = number, [sequence.slot for sequence in limits]
-    prompts = [sequence.prefilled for sequence in limits]
-    requests = [prefilled.request for prefilled in prompts]
+    prompts = [sequence.admitted for sequence in limits]
+    requests = [admitted.request for admitted in prompts]
     arrays.prefilled[at] = [
-        -1 if sequence.count else first + sequence.prefilled.index for sequence in limits
+        -1 if sequence.count else first + sequence.admitted.index for sequence in limits
     ]
-    arrays.prompt_length[at] = [len(prefilled.tokens) for prefilled in prompts]
+    arrays.prompt_length[at] = [len(admitted.tokens) for admitted in prompts]
     arrays.count[at] = [sequence.count for sequence in limits]
     arrays.limit[at] = [*limits.values()]
     arrays.key[at] = [request.key for request in requests]
@@ -200,7 +200,7 @@ def _fill_slots(
 
 
 def _fill_rows(
-    arrays: programs.Slots, number: int, groups: list[tuple[PrefilledPrompt, list[int]]]
+    arrays: programs.Slots, number: int, groups: list[tuple[AdmittedPrompt, list[int]]]
 ) -> None:
     """Fill the rows of a shard: the slots that share a prompt, and the pages of the prompt."""
     slots = [slot for _, row_slots in groups for slot in row_slots]
@@ -212,8 +212,8 @@ def _fill_rows(
     arrays.row[number, slots], arrays.cell[number, slots] = rows, cells
     arrays.slot[number, rows, cells] = slots
     arrays.prompt_visible[number, rows, cells] = arrays.prompt_length[number, slots]
-    for row, (prefilled, _) in enumerate(groups):
-        arrays.prompt_table[number, row, : len(prefilled.pages)] = prefilled.pages
+    for row, (admitted, _) in enumerate(groups):
+        arrays.prompt_table[number, row, : len(admitted.pages)] = admitted.pages
         if arrays.prompt_tokens is not None:
             # Right-aligned, so that the answer follows without a gap (speculative.py).
-            arrays.prompt_tokens[number, row, -len(prefilled.tokens) :] = prefilled.tokens
+            arrays.prompt_tokens[number, row, -len(admitted.tokens) :] = admitted.tokens

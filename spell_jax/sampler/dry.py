@@ -106,7 +106,7 @@ class DrySession:
         for lane, sampled in self._running:
             for number, sequence, new in sampled:
                 sequence.count += new
-                ticket, shard = sequence.prefilled.ticket, self._scheduler.shards[number]
+                ticket, shard = sequence.admitted.ticket, self._scheduler.shards[number]
                 if sequence.count < len(self._answers[ticket][sequence.number]):
                     continue
                 if shard.finish(shard.lanes[lane], sequence):
@@ -125,15 +125,15 @@ class DrySession:
         size, pairs = self._scheduler.shape.page_size, [Counter() for _ in tasks]
         count = sum(map(len, tasks))
         for shard, shard_tasks in enumerate(tasks):
-            for prefilled, number in shard_tasks:
+            for admitted, number in shard_tasks:
                 before = number * size
-                tokens = min(len(prefilled.tokens) - before, size)
-                agent_counts = self._count(prefilled.request)
+                tokens = min(len(admitted.tokens) - before, size)
+                agent_counts = self._count(admitted.request)
                 agent_counts.calls += 1 / count
                 agent_counts.prompt_tokens += tokens
                 agent_counts.prompt_keys += before + tokens
                 agent_pairs = tokens * before + tokens * (tokens + 1) // 2
-                pairs[shard][prefilled.request.agent] += agent_pairs
+                pairs[shard][admitted.request.agent] += agent_pairs
                 self.counts.prefilled_tokens += tokens
         totals = [shard_pairs.total() for shard_pairs in pairs]
         for agent, agent_pairs in sum(pairs, Counter()).items():
@@ -150,7 +150,7 @@ class DrySession:
         left = []  # tokens until each active sequence ends or pauses
         for number, shard_limits in enumerate(limits):
             for sequence, limit in shard_limits.items():
-                length = len(self._answers[sequence.prefilled.ticket][sequence.number])
+                length = len(self._answers[sequence.admitted.ticket][sequence.number])
                 if sequence.count < limit:
                     left.append((number, sequence, min(limit, length) - sequence.count))
         if not left:  # all wait for pages
@@ -168,16 +168,16 @@ class DrySession:
         # A pass reads a prompt's keys once for all its samples.
         longest: Counter = Counter()  # prompt -> passes in which one of its samples is decoded
         for sequence, new in sampled:
-            prefilled = sequence.prefilled
-            agent_counts = self._count(prefilled.request)
+            admitted = sequence.admitted
+            agent_counts = self._count(admitted.request)
             answer_keys = new * (new + 1) // 2 + new * sequence.count
             agent_counts.passes += steps * new / total
             agent_counts.tokens += new
-            agent_counts.pairs += answer_keys + new * len(prefilled.tokens)
+            agent_counts.pairs += answer_keys + new * len(admitted.tokens)
             agent_counts.keys += answer_keys
-            longest[prefilled] = max(longest[prefilled], new)
-        for prefilled, new in longest.items():
-            self._count(prefilled.request).keys += new * len(prefilled.tokens)
+            longest[admitted] = max(longest[admitted], new)
+        for admitted, new in longest.items():
+            self._count(admitted.request).keys += new * len(admitted.tokens)
 
 
 def _passes(left: np.ndarray, decode_tokens: int, most_idle: int) -> int:

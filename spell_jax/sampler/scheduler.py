@@ -60,7 +60,7 @@ class ShardShape:
 
 
 @dataclasses.dataclass(eq=False)
-class PrefilledPrompt:
+class AdmittedPrompt:
     """An admitted prompt. Its pages are in the pool or about to be prefilled."""
 
     ticket: int  # number of the request
@@ -77,7 +77,7 @@ class DecodeSequence:
     """One answer that is being sampled.
 
     Attributes:
-      prefilled: prompt of the answer.
+      admitted: prompt of the answer.
       number: index of the sample in its request.
       slot: slot in the lane; -1 while the sequence is queued.
       pages: pages of the answer's own tokens, in order.
@@ -85,7 +85,7 @@ class DecodeSequence:
       max_tokens: number of tokens at which the answer is cut off.
     """
 
-    prefilled: PrefilledPrompt
+    admitted: AdmittedPrompt
     number: int
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -93,7 +93,7 @@ class DecodeSequence:
     max_tokens: int = dataclasses.field(init=False)
 
     def __post_init__(self):
-        self.max_tokens = self.prefilled.request.options.max_tokens
+        self.max_tokens = self.admitted.request.options.max_tokens
 
 
 class Lane:
@@ -104,7 +104,7 @@ class Lane:
         self.slots: list[DecodeSequence | None] = [None] * slots
         self.queued: deque[DecodeSequence] = deque()
         self.running: dict[DecodeSequence, None] = {}  # in the order of admission
-        self._slot_counts: Counter[PrefilledPrompt] = Counter()
+        self._slot_counts: Counter[AdmittedPrompt] = Counter()
         self._row_count = 0  # decode rows in use
 
     @property
@@ -116,15 +116,15 @@ class Lane:
         """Whether slots stay free after all queued sequences have taken one."""
         return self.free > len(self.queued)
 
-    def groups(self) -> list[tuple[PrefilledPrompt, list[int]]]:
+    def groups(self) -> list[tuple[AdmittedPrompt, list[int]]]:
         """List decode rows (prompt, slots of its sequences), at most `cells` slots each."""
-        by_prompt: dict[PrefilledPrompt, list[int]] = {}
+        by_prompt: dict[AdmittedPrompt, list[int]] = {}
         for slot, sequence in enumerate(self.slots):
             if sequence is not None:
-                by_prompt.setdefault(sequence.prefilled, []).append(slot)
+                by_prompt.setdefault(sequence.admitted, []).append(slot)
         return [
-            (prefilled, slots[i : i + self.cells])
-            for prefilled, slots in by_prompt.items()
+            (admitted, slots[i : i + self.cells])
+            for admitted, slots in by_prompt.items()
             for i in range(0, len(slots), self.cells)
         ]
 
@@ -133,26 +133,26 @@ class Lane:
         # First in, first out: a later sequence must not delay an earlier one for ever.
         free_slots = [slot for slot, sequence in enumerate(self.slots) if sequence is None]
         for slot in free_slots:
-            if not self.queued or self.queued[0].prefilled.unread:
+            if not self.queued or self.queued[0].admitted.unread:
                 return
-            prefilled = self.queued[0].prefilled
-            opens_row = self._slot_counts[prefilled] % self.cells == 0
+            admitted = self.queued[0].admitted
+            opens_row = self._slot_counts[admitted] % self.cells == 0
             if opens_row and self._row_count == self.rows:
                 return
             sequence = self.slots[slot] = self.queued.popleft()
             sequence.slot = slot
             self.running[sequence] = None
-            self._slot_counts[prefilled] += 1
+            self._slot_counts[admitted] += 1
             self._row_count += opens_row
 
     def free_slot(self, sequence: DecodeSequence) -> None:
         self.slots[sequence.slot] = None
         del self.running[sequence]
-        _decrement(self._slot_counts, sequence.prefilled)
-        self._row_count -= self._slot_counts[sequence.prefilled] % self.cells == 0
+        _decrement(self._slot_counts, sequence.admitted)
+        self._row_count -= self._slot_counts[sequence.admitted] % self.cells == 0
 
 
-Tasks = list[list[tuple[PrefilledPrompt, int]]]  # for each shard its (prompt, page index) pairs
+Tasks = list[list[tuple[AdmittedPrompt, int]]]  # for each shard its (prompt, page index) pairs
 
 
 class Shard:
@@ -162,7 +162,7 @@ class Shard:
         self.shape = shape
         self.pool = PagePool(shape.pages)
         self.lanes = [Lane(cells, rows, shape.slots) for cells, rows in shape.lanes]
-        self.tasks: deque[tuple[PrefilledPrompt, int]] = deque()
+        self.tasks: deque[tuple[AdmittedPrompt, int]] = deque()
         self.unfinished: dict[DecodeSequence, None] = {}  # in the order of admission
         self.reused_tokens = 0
         self._indices = list(range(shape.prompts - 1, -1, -1))
@@ -195,27 +195,27 @@ class Shard:
             parent = pages[number - 1] if number else None
             self.pool.name(pages[number], parent, blocks[number])
         index = self._indices.pop()
-        prefilled = PrefilledPrompt(ticket, request, tokens, index, pages, unread, request.group)
-        self.tasks.extend((prefilled, number) for number in range(len(shared), total))
-        sequences = [DecodeSequence(prefilled, number) for number in range(request.group)]
+        admitted = AdmittedPrompt(ticket, request, tokens, index, pages, unread, request.group)
+        self.tasks.extend((admitted, number) for number in range(len(shared), total))
+        sequences = [DecodeSequence(admitted, number) for number in range(request.group)]
         self.lanes[shape.lane_of(request.group)].queued.extend(sequences)
         self.unfinished |= dict.fromkeys(sequences)
         self._needs[longest] += request.group
         return True
 
-    def take_tasks(self) -> list[tuple[PrefilledPrompt, int]]:
+    def take_tasks(self) -> list[tuple[AdmittedPrompt, int]]:
         """Remove and return the next prefill tasks, at most as many as a call holds."""
         count = min(self.shape.tasks, len(self.tasks))
         tasks = [self.tasks.popleft() for _ in range(count)]
-        for prefilled, _ in tasks:
-            prefilled.unread -= 1
+        for admitted, _ in tasks:
+            admitted.unread -= 1
         return tasks
 
     @property
     def needs_prefill(self) -> bool:
         """Whether a free slot cannot be filled because its next prompt is not prefilled."""
         return any(
-            sequence.prefilled.unread
+            sequence.admitted.unread
             for lane in self.lanes
             for sequence in itertools.islice(lane.queued, lane.free)
         )
@@ -241,12 +241,12 @@ class Shard:
         self.pool.release(sequence.pages)
         del self.unfinished[sequence]
         _decrement(self._needs, self.shape.pages_of(sequence.max_tokens))
-        prefilled = sequence.prefilled
-        prefilled.unfinished -= 1
-        if prefilled.unfinished:
+        admitted = sequence.admitted
+        admitted.unfinished -= 1
+        if admitted.unfinished:
             return False
-        self.pool.release(prefilled.pages)
-        self._indices.append(prefilled.index)
+        self.pool.release(admitted.pages)
+        self._indices.append(admitted.index)
         return True
 
     def _shared(self, blocks: Sequence[bytes], request: SampleRequest) -> list[int]:

@@ -174,8 +174,8 @@ class Session:
         self.counts.prefilled_tokens += int(batch.length.sum())
         lengths = batch.length.reshape(len(tasks), -1).tolist()
         for shard, shard_tasks in enumerate(tasks):
-            for row, (prefilled, _) in enumerate(shard_tasks):
-                self._processed[prefilled.request.agent] += lengths[shard][row]
+            for row, (admitted, _) in enumerate(shard_tasks):
+                self._processed[admitted.request.agent] += lengths[shard][row]
         self._state, experts = self._call(meshes.RULES, self._sampler.prefill, batch)
         if experts is not None:
             self._prompt_experts.add(experts, tasks)
@@ -210,11 +210,11 @@ class Session:
             shard = scheduler.shards[number]
             for sequence in limits:
                 slot = number * scheduler.shape.slots + sequence.slot
-                self._processed[sequence.prefilled.request.agent] += tokens.new[slot]
+                self._processed[sequence.admitted.request.agent] += tokens.new[slot]
                 is_complete = self._push(sequence, tokens, slot)
                 if is_complete and shard.finish(shard.lanes[call.lane], sequence):
-                    experts = self._prompt_experts.take(number, sequence.prefilled)
-                    finished.append((sequence.prefilled.ticket, experts))
+                    experts = self._prompt_experts.take(number, sequence.admitted)
+                    finished.append((sequence.admitted.ticket, experts))
         self.counts.add_decode(tokens, call.cells, call.empty, call.has_queued)
         self.counts.add_wait(wait_seconds, self._processed)
         self._processed.clear()
@@ -222,7 +222,7 @@ class Session:
 
     def _push(self, sequence: DecodeSequence, tokens: SlotTokens, slot: int) -> bool:
         """Append a slot's sampled tokens to its answer; return whether the answer is complete."""
-        ticket, options = sequence.prefilled.ticket, sequence.prefilled.request.options
+        ticket, options = sequence.admitted.ticket, sequence.admitted.request.options
         if not tokens.finite[slot]:
             raise FloatingPointError(f"request {ticket}: the policy's logits are not finite")
         answer = self._answers[ticket][sequence.number]

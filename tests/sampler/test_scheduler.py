@@ -8,9 +8,9 @@ import pytest
 
 from spell_jax.sampler.requests import Options, SampleRequest
 from spell_jax.sampler.scheduler import (
+    AdmittedPrompt,
     DecodeSequence,
     Lane,
-    PrefilledPrompt,
     Scheduler,
     Shard,
     ShardShape,
@@ -46,7 +46,7 @@ def _fill(scheduler: Scheduler) -> list[list[list[tuple[int, int]]]]:
     while (plan := scheduler.plan_prefill()) is not None:
         plans.append(
             [
-                [(prefilled.ticket, number) for prefilled, number in shard_tasks]
+                [(admitted.ticket, number) for admitted, number in shard_tasks]
                 for shard_tasks in plan
             ]
         )
@@ -57,21 +57,17 @@ def _fill(scheduler: Scheduler) -> list[list[list[tuple[int, int]]]]:
 
 def _slots_of(lane: Lane) -> list[tuple[int, int] | None]:
     """Return the ticket and sequence number in each slot."""
-    return [sequence and (sequence.prefilled.ticket, sequence.number) for sequence in lane.slots]
+    return [sequence and (sequence.admitted.ticket, sequence.number) for sequence in lane.slots]
 
 
 def _sibling(shard: Shard, ticket: int, number: int = 0) -> DecodeSequence:
-    (sequence,) = (
-        s for s in shard.unfinished if (s.prefilled.ticket, s.number) == (ticket, number)
-    )
+    (sequence,) = (s for s in shard.unfinished if (s.admitted.ticket, s.number) == (ticket, number))
     return sequence
 
 
 def _finish(shard: Shard, ticket: int, number: int = 0) -> bool:
     sequence = _sibling(shard, ticket, number)
-    return shard.finish(
-        shard.lanes[shard.shape.lane_of(sequence.prefilled.request.group)], sequence
-    )
+    return shard.finish(shard.lanes[shard.shape.lane_of(sequence.admitted.request.group)], sequence)
 
 
 # ------------------------------------------------------------------------------------------- Sizes
@@ -120,7 +116,7 @@ def test_admitted_prompts_share_prefix_pages() -> None:
     )
     (shard,) = scheduler.shards
     assert _fill(scheduler) == [[[(0, 0), (0, 1), (0, 2), (1, 2)]], [[(2, 0), (2, 1), (2, 2)]]]
-    first, second, third = (_sibling(shard, ticket).prefilled.pages for ticket in range(3))
+    first, second, third = (_sibling(shard, ticket).admitted.pages for ticket in range(3))
     assert second[:2] == first[:2]
     assert len({*first, *second, *third}) == 7
     assert shard.pool.available == SHAPE.pages - 7
@@ -142,18 +138,18 @@ def test_page_of_the_last_prompt_token_is_always_prefilled(length: int, reused: 
     expected_tasks = [(0, number) for number in range(last + 1)]
     assert plans == expected_tasks + [(1, number) for number in range(reused, last + 1)]
     assert shard.reused_tokens == reused * SHAPE.page_size
-    assert _sibling(shard, 0).prefilled.pages[-1] != _sibling(shard, 1).prefilled.pages[-1]
+    assert _sibling(shard, 0).admitted.pages[-1] != _sibling(shard, 1).admitted.pages[-1]
 
 
 def test_pages_of_finished_requests_are_reused() -> None:
     scheduler = _scheduler(_request(12))
     (shard,) = scheduler.shards
     _fill(scheduler)
-    pages = _sibling(shard, 0).prefilled.pages
+    pages = _sibling(shard, 0).admitted.pages
     assert _finish(shard, 0)
     scheduler.submit(1, _request(12))
     assert _fill(scheduler) == [[[(1, 2)]]]
-    assert _sibling(shard, 1).prefilled.pages[:2] == pages[:2]
+    assert _sibling(shard, 1).admitted.pages[:2] == pages[:2]
     assert shard.reused_tokens == 8
 
 
@@ -201,12 +197,12 @@ def test_number_of_resident_prompts_is_limited() -> None:
     scheduler = _scheduler(*(_request(_distinct_prompt(i)) for i in range(5)), prompts=2)
     (shard,) = scheduler.shards
     _fill(scheduler)
-    assert [s.prefilled.ticket for s in shard.unfinished] == [0, 1]
-    assert {s.prefilled.index for s in shard.unfinished} == {0, 1}
+    assert [s.admitted.ticket for s in shard.unfinished] == [0, 1]
+    assert {s.admitted.index for s in shard.unfinished} == {0, 1}
     _finish(shard, 0)
     _fill(scheduler)
-    assert [s.prefilled.ticket for s in shard.unfinished] == [1, 2]
-    assert {s.prefilled.index for s in shard.unfinished} == {0, 1}
+    assert [s.admitted.ticket for s in shard.unfinished] == [1, 2]
+    assert {s.admitted.index for s in shard.unfinished} == {0, 1}
 
 
 def test_requests_are_admitted_in_order_of_submission() -> None:
@@ -251,7 +247,7 @@ def test_request_goes_to_the_shard_with_its_prefix_or_less_work() -> None:
         shards=2,
     )
     _fill(scheduler)
-    tickets = [{s.prefilled.ticket for s in shard.unfinished} for shard in scheduler.shards]
+    tickets = [{s.admitted.ticket for s in shard.unfinished} for shard in scheduler.shards]
     assert tickets == [{0, 3}, {1, 2}]
     assert [shard.reused_tokens for shard in scheduler.shards] == [0, 12]
 
@@ -263,7 +259,7 @@ def test_request_goes_to_another_shard_if_the_cheapest_is_full() -> None:
         scheduler = _scheduler(*requests, shards=2, pages=pages, tasks=8)
         _fill(scheduler)
         shard_tickets = [
-            [s.prefilled.ticket for s in shard.unfinished] for shard in scheduler.shards
+            [s.admitted.ticket for s in shard.unfinished] for shard in scheduler.shards
         ]
         assert shard_tickets == tickets
 
@@ -342,7 +338,7 @@ def test_decode_rows_hold_one_prompt_and_do_not_exceed_the_lane() -> None:
     lane = shard.lanes[1]
 
     def rows() -> list[tuple[int, list[int]]]:
-        return [(prefilled.ticket, slots) for prefilled, slots in lane.groups()]
+        return [(admitted.ticket, slots) for admitted, slots in lane.groups()]
 
     _fill(scheduler)
     assert rows() == [(0, [0, 1, 2]), (0, [3])]
@@ -451,7 +447,7 @@ def test_refilled_slot_does_not_overtake_earlier_sequences() -> None:
     _fill(scheduler)
     assert _slots_of(lane) == [(3, 0), (1, 0), (2, 0)]
     limits = shard.allocate_pages(lane, 8)
-    assert {s.prefilled.ticket: limit for s, limit in limits.items()} == {1: 8, 2: 8, 3: 0}
+    assert {s.admitted.ticket: limit for s, limit in limits.items()} == {1: 8, 2: 8, 3: 0}
 
 
 # -------------------------------------------------------------------------------------- Simulation
@@ -497,18 +493,18 @@ class _Decoder:
         self._check()
         return pages
 
-    def _read(self, number: int, tasks: list[tuple[PrefilledPrompt, int]]) -> None:
+    def _read(self, number: int, tasks: list[tuple[AdmittedPrompt, int]]) -> None:
         """Run a prefill call: write all of its pages, then let each page read all earlier pages."""
         page_contents, block = self.page_contents[number], self.scheduler.shape.page_size
         self.history.append([(number, r.ticket, r.pages[i], i) for r, i in tasks])
-        for prefilled, i in tasks:
-            page_contents[prefilled.pages[i]] = tuple(prefilled.request.prompt[: (i + 1) * block])
-        for prefilled, i in tasks:
-            self._check_read(number, prefilled, i + 1)
+        for admitted, i in tasks:
+            page_contents[admitted.pages[i]] = tuple(admitted.request.prompt[: (i + 1) * block])
+        for admitted, i in tasks:
+            self._check_read(number, admitted, i + 1)
 
-    def _check_read(self, number: int, prefilled: PrefilledPrompt, pages: int) -> None:
-        prompt, block = prefilled.request.prompt, self.scheduler.shape.page_size
-        for i, page in enumerate(prefilled.pages[:pages]):
+    def _check_read(self, number: int, admitted: AdmittedPrompt, pages: int) -> None:
+        prompt, block = admitted.request.prompt, self.scheduler.shape.page_size
+        for i, page in enumerate(admitted.pages[:pages]):
             assert self.page_contents[number].get(page) == tuple(prompt[: (i + 1) * block])
 
     def _decode(self) -> int:
@@ -530,7 +526,7 @@ class _Decoder:
     def _sample(self, number: int, lane: int, limits: dict[DecodeSequence, int]) -> int:
         shard, sampled = self.scheduler.shards[number], 0
         for sequence, limit in limits.items():
-            self.history.append((number, sequence.prefilled.ticket, sequence.number, limit))
+            self.history.append((number, sequence.admitted.ticket, sequence.number, limit))
             assert sequence.count <= limit <= sequence.max_tokens
             assert limit <= len(sequence.pages) * self.scheduler.shape.page_size
             for page in sequence.pages:
@@ -544,15 +540,15 @@ class _Decoder:
             sequence.count += new
             sampled += new
             if sequence.count == length and shard.finish(shard.lanes[lane], sequence):
-                self.finished.append(sequence.prefilled.ticket)
+                self.finished.append(sequence.admitted.ticket)
         return sampled
 
     def _check(self) -> None:
         """Check the invariants."""
         shape = self.scheduler.shape
         for number, shard in enumerate(self.scheduler.shards):
-            residents = {sequence.prefilled: None for sequence in shard.unfinished}
-            of_prompts = {page for prefilled in residents for page in prefilled.pages}
+            residents = {sequence.admitted: None for sequence in shard.unfinished}
+            of_prompts = {page for admitted in residents for page in admitted.pages}
             of_answers = [page for sequence in shard.unfinished for page in sequence.pages]
             assert len({*of_prompts, *of_answers}) == len(of_prompts) + len(of_answers)
             used_pages = len(of_prompts) + len(of_answers)
@@ -572,9 +568,9 @@ class _Decoder:
                 assert all(len(slots) <= lane.cells for _, slots in rows)
                 slots = sorted(slot for _, row in rows for slot in row)
                 assert slots == [i for i, sequence in enumerate(lane.slots) if sequence]
-                for prefilled, row in rows:
-                    assert {s.prefilled for s in lane.slots if s and s.slot in row} == {prefilled}
-                    self._check_read(number, prefilled, len(prefilled.pages))
+                for admitted, row in rows:
+                    assert {s.admitted for s in lane.slots if s and s.slot in row} == {admitted}
+                    self._check_read(number, admitted, len(admitted.pages))
 
 
 def _random_requests(

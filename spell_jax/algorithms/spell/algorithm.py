@@ -67,13 +67,14 @@ class Spell:
         started = self.questioner.start_episodes(rng)
         if self.questioner.compares_proposals:
             written = self.questioner.write_all(ask, started)
-            return ask.run_all(self.answering.solve, written)
+            return ask.run_all(self.answering.answer_and_verify, written)
         # Each question runs through all parts by itself: no slot waits for the slowest proposal.
         return ask.run_all(self.rollout_one, started)
 
     async def rollout_one(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
         """Run parts 1 to 5 of one episode."""
-        return await self.answering.solve(ask, await self.questioner.write(ask, episode))
+        written = await self.questioner.write(ask, episode)
+        return await self.answering.answer_and_verify(ask, written)
 
     def reward(self, episode: SpellEpisode) -> SpellEpisode:
         """Set the questioner's reward of an answered question (7)."""

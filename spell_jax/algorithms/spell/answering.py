@@ -26,13 +26,20 @@ class Answering(Generic[AnsweredEpisode]):
 
     Attributes:
       group_size: G, answers to a question.
-      rounds: most rounds of a step.
-      questions: number of questions with mixed rewards after which a step has no more rounds.
+      most_rounds: most rounds of a step.
+      enough_questions: number of questions with mixed rewards that ends a step's rounds.
     """
 
-    def __init__(self, config: QuestionsConfig, context: AlgorithmContext, group_size: int = 1):
+    def __init__(
+        self,
+        config: QuestionsConfig,
+        context: AlgorithmContext,
+        group_size: int = 1,
+        most_rounds: int = 1,
+        enough_questions: int = 0,
+    ):
         self.config, self.group_size = config, group_size
-        self.rounds, self.questions = 1, 0
+        self.most_rounds, self.enough_questions = most_rounds, enough_questions
         self.prompts = context.prompts
         self._judge = context.judge
         self._teacher_prompt = context.teacher_prompt
@@ -42,15 +49,15 @@ class Answering(Generic[AnsweredEpisode]):
     ) -> list[AnsweredEpisode]:
         """Reward one answered batch per round until enough questions have mixed rewards.
 
-        At most `rounds` batches are taken from `batches`, each only when its round begins.
+        At most `most_rounds` batches are taken from `batches`, each only when its round begins.
         """
         episodes: list[AnsweredEpisode] = []
         # Too few questions: the step goes on with the questions it has. The paper's Algorithm 1
         # (line 6) repeats rounds without end; its code ends the run.
-        for batch in itertools.islice(batches, self.rounds):
+        for batch in itertools.islice(batches, self.most_rounds):
             answered = ask_judge(self._judge, self.config.rule, batch)
             episodes += [self.reward(e, rng) for e in answered]
-            if sum(e.mixed for e in episodes) >= self.questions:
+            if sum(e.mixed for e in episodes) >= self.enough_questions:
                 break
         return episodes
 
@@ -58,9 +65,10 @@ class Answering(Generic[AnsweredEpisode]):
         self, ask: AskModels, batches: Iterable[list[AnsweredEpisode]], rng: np.random.Generator
     ) -> list[AnsweredEpisode]:
         """Answer and reward batches of accepted questions until enough have mixed rewards."""
-        return self.reward_rounds((ask.run_all(self.solve, batch) for batch in batches), rng)
+        answered = (ask.run_all(self.answer_and_verify, batch) for batch in batches)
+        return self.reward_rounds(answered, rng)
 
-    async def solve(self, ask: Ask, episode: AnsweredEpisode) -> AnsweredEpisode:
+    async def answer_and_verify(self, ask: Ask, episode: AnsweredEpisode) -> AnsweredEpisode:
         """Run parts 4 and 5."""
         episode = await self.answer(ask, episode)
         fault_injection.point("answered")
@@ -115,8 +123,8 @@ class VerifiedAnswering(Answering[SpellEpisode]):
     """Answers that a verifier votes on, until enough questions have mixed rewards."""
 
     def __init__(self, config: VerifiedConfig, context: AlgorithmContext):
-        super().__init__(config, context, config.group_size)
-        self.rounds, self.questions = config.max_generations, config.questions
+        sizes = config.group_size, config.max_generations, config.questions
+        super().__init__(config, context, *sizes)
         self.responder, self.verifier = config.responder, config.verifier
 
     async def answer(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
