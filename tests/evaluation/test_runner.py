@@ -300,7 +300,7 @@ def test_policy_judge_checks_its_context_and_skips_long_prompts(policy):
     assert len(chat(longest)) <= 252 < len(chat(prompts[0])) <= 256
     replies = dict(judge(prompts))
     assert replies[0] is replies[1] is None and isinstance(replies[2], str)
-    assert judge.policy._params is None  # the next policy has the memory to itself
+    assert judge.model._params is None  # the next policy has the memory to itself
 
 
 @pytest.mark.slow
