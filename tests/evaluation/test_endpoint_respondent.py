@@ -256,7 +256,7 @@ def test_an_evaluation_without_any_reply_ends_with_the_servers_words(server, tmp
 def test_a_server_that_hangs_ends_the_evaluation_after_the_first_timeout(
     server, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(endpoint_respondent, "_FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(endpoint_respondent, "_FIRST_SECONDS", 1.0)
     released = threading.Event()
 
     def hang(*_: object) -> Answer:
