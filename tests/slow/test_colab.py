@@ -31,7 +31,6 @@ REAL_QUESTIONS = 1
 REAL_FLAGS = [
     "--config.algorithm.generation_batch=3",
     "--config.algorithm.questioner.questions_per_cluster=1",
-    "--config.algorithm.max_generations=1",
     "--config.algorithm.group_size=2",
     "--config.sampler.max_tokens=24",
 ]
