@@ -441,7 +441,7 @@ def _remarks(checked: Checked, run: RunConfig) -> list[str]:
 
 
 def describe(checked: Checked) -> str:
-    """Describe a run whose check found no mistakes, as lines of text."""
+    """Describe a run without mistakes, as lines of text."""
     run = checked.run
     assert run and checked.policy and checked.topology and checked.plan
     above = "GiB a device, activations and logits are estimates; rows of "

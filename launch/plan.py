@@ -379,7 +379,8 @@ def main(_) -> None:
     if flag_values.time:
         sizes: dict[str, Any] = {name: flag_values[name].value for name in _WORKLOAD}
         work = step_time.workload(config, length, **sizes)
-        dry_step.check(config, work)  # before the programs, whose construction ends the checks
+        # Once a plan is built, a mistake of the user would end with a traceback.
+        dry_step.check(config, work)
         plan = MemoryPlan(config, policy, topology, length)
         print(step_time.describe_step(plan.programs, topology, work))
         print("Memory: " + ("all programs fit" if plan.fits else "too much (run without --time)"))

@@ -89,10 +89,10 @@ def read_algorithm(section: Mapping[str, Any], needs_judge: bool = True) -> Algo
 
 def _check_fields(name: str, section: Mapping[str, Any]) -> None:
     """Raise ValueError if the section has the fields of another algorithm than `name`."""
-    fields = {algorithm: _field_names(spec.config()) for algorithm, spec in ALGORITHMS.items()}
     present = {field for field, _ in flat(section)}
-    if present <= fields[name]:
+    if present <= _field_names(ALGORITHMS[name].config()):
         return
+    fields = {algorithm: _field_names(spec.config()) for algorithm, spec in ALGORITHMS.items()}
     # Algorithms may have the same fields, or more than another one has: the fewest fields fit best.
     owners = [algorithm for algorithm in ALGORITHMS if present <= fields[algorithm]]
     if owners:

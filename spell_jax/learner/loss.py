@@ -137,7 +137,7 @@ def log_ratio(
     return sums / jnp.maximum(sum_by_answer(jnp.ones_like(tokens), answer), 1.0)
 
 
-def importance(log_ratio: Float32[Array, "*shape"], cap: float) -> Float32[Array, "*B A"]:
+def importance(log_ratio: Float32[Array, "*shape"], cap: float) -> Float32[Array, "*shape"]:
     """Truncate importance weights to min(pi / pi_old, cap), constants for the gradient; cap >= 1.
 
     Source: Espeholt et al. 2018 (arXiv 1802.01561), the truncation of IMPALA.

@@ -171,7 +171,7 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
     values = dict(section.items())
     for name in values:
         if name not in fields:
-            # Only fields of config.algorithm have moved, whose dataclasses have defaults.
+            # Only fields of config.algorithm have moved. Their dataclasses have defaults.
             defaults: Any = cls(**extra) if f"{before}{name}" in MOVED_FIELDS else None
             present = dict(flat(dataclasses.asdict(defaults), before)) if defaults else {}
             hint = describe_move(f"{before}{name}", present)

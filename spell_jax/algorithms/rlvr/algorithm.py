@@ -24,10 +24,8 @@ from spell_jax.algorithms.spell.metrics import count_questions
 def make_rlvr(config: RlvrConfig, context: AlgorithmContext) -> StaticAlgorithm:
     """Make the algorithm from its parts: questions, answers, and groups of two roles."""
     answering = VerifiedAnswering(config, context)
-    # The responder shall name the documents that a question is about.
-    names_documents = config.responder.document_share > 0
     return StaticAlgorithm(
-        make_question_set(config, context, short_contexts=names_documents),
+        make_question_set(config, context, short_contexts=config.responder.names_documents),
         answering.answer_batches,
         lambda episodes, key: role_groups(episodes, key, config, answering),
         lambda episodes: count_questions(episodes, config, config.verifier),

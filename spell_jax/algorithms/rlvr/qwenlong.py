@@ -95,7 +95,7 @@ class Phases(QuestionSet):
 
     def __init__(self, config: QwenLongConfig, context: AlgorithmContext):
         self.config = config
-        names_documents = config.responder.document_share > 0
+        names_documents = config.responder.names_documents
         self.questions = make_question_set(config, context, short_contexts=names_documents)
         self.model_names = self.questions.model_names
         self.streams: list[TaskStream] = []

@@ -130,7 +130,7 @@ class VerifiedAnswering(Answering[SpellEpisode]):
     async def answer(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
         """Ask for answers; note which of them name a document that the questioner read."""
         e = await super().answer(ask, episode)
-        if not self.responder.document_share or e.response is None:
+        if not self.responder.names_documents or e.response is None:
             return e
         texts = e.response.scored_texts
         return replace(e, named=tuple(evidence.named_document(text) in e.shown for text in texts))

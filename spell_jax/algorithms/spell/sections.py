@@ -29,7 +29,7 @@ class WriterConfig:
       documents: m, number of new documents for the questioner, sampled from these numbers.
       unread_documents: documents that a first question leaves unread at least (the paper's m < n);
         a cluster without more is refused ("too_small"). 0: it may read all (the paper's code).
-      cues: words of which one, sampled for each question, ends its questioner prompt; (): none.
+      cues: words; each question samples a word, which ends its questioner prompt; (): none.
       answer_first: whether a rule chooses the answer, a name or number of the first new document,
         and the questioner writes its question (2103.07449); another answer has a bad format. Only
         for tasks with texts as answers. The K questions about a cluster then have documents and
@@ -201,9 +201,14 @@ class ResponderConfig:
         """Whether a verifier votes on the answers."""
         return self.reward not in ("rule", "random")
 
+    @property
+    def names_documents(self) -> bool:
+        """Whether an answer shall name a document that the questioner read."""
+        return self.document_share > 0
+
     def as_read(self, documents: Sequence[str]) -> Sequence[str]:
         """Return the documents for prompts of answers, numbered if an answer shall name one."""
-        return evidence.number_documents(documents) if self.document_share else documents
+        return evidence.number_documents(documents) if self.names_documents else documents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,6 +263,7 @@ class VerifierConfig:
         )
 
     def reward_votes(self, votes: Sequence[int]) -> list[float]:
+        """Return the reward of each vote on an answer (5)."""
         # A malformed vote earns -1, as in the public code (spec 6): the penalty preserves the
         # format.
         return rewards.verifier_rewards(votes, -1.0 if self.malformed_penalty else 0.0)
