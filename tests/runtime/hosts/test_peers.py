@@ -14,12 +14,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from spell_jax.runtime.hosts import listener, peers
-from spell_jax.runtime.hosts.peers import EXIT_CODE, Heartbeats, Meeting
+from spell_jax.runtime.hosts.peers import EXIT_CODE, Heartbeats, Meeting, Verdict
 
 LONG, SHORT = 120.0, 2.0  # limits that a test does not reach, or waits for
 TOKEN = bytes(range(32))
@@ -31,11 +31,28 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_GRACE_S", 0.1)
 
 
+@pytest.fixture(autouse=True)
+def closed_listeners() -> Iterator[None]:
+    """Close the listeners of a test with it: they log strangers up to a minute later."""
+    yield
+    while Run.listening:
+        run = Run.listening.pop()
+        for member in run.members.values():
+            member._patience = 0.0
+            member._verdict = member._verdict or Verdict("the test is over", ())
+        deadline = time.monotonic() + 10
+        while run.server.fileno() >= 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert run.server.fileno() < 0
+
+
 class Run:
     """A run of `count` processes of which `members` are there; `ended` has (index, status).
 
     All members know the token, except the members in `waiting`.
     """
+
+    listening: ClassVar[list[Run]] = []
 
     def __init__(
         self, count: int, members: tuple[int, ...], limit: float, waiting: tuple[int, ...] = ()
@@ -53,6 +70,8 @@ class Run:
             member.start()
             if index not in waiting:
                 member.trust(TOKEN)
+        if 0 in members:
+            Run.listening.append(self)
 
     def _end(self, index: int, status: int) -> None:
         self.ended.put((index, status))
