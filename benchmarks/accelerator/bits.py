@@ -38,9 +38,11 @@ _CHANGING = ("time/", "process/")  # metrics that no two runs share
 
 
 def cases(setting: Setting) -> Sequence[Case]:
-    runs = _Runs(setting)
-    repeat = Case("repeat", lambda: runs.repeat("first", "second"), 2 * _RUN_SECONDS)
-    resume = Case("resume", runs.resume, 3 * _RUN_SECONDS)
+    # Other work on a CPU may take any time.
+    seconds = setting.seconds if setting.tiny else _RUN_SECONDS
+    runs = _Runs(setting, seconds)
+    repeat = Case("repeat", lambda: runs.repeat("first", "second"), 2 * seconds)
+    resume = Case("resume", runs.resume, 3 * seconds)
     if setting.tiny:  # `resume` plays the run `first` too; a fourth process would take 15 s
         return [resume]
     if setting.platform != "gpu":
@@ -50,7 +52,7 @@ def cases(setting: Setting) -> Sequence[Case]:
     deterministic_repeat = Case(
         "deterministic_repeat",
         lambda: runs.repeat(*names, {"XLA_FLAGS": flags}),
-        2 * _RUN_SECONDS,
+        2 * seconds,
     )
     return [repeat, resume, deterministic_repeat]
 
@@ -58,8 +60,9 @@ def cases(setting: Setting) -> Sequence[Case]:
 class _Runs:
     """The section's runs; a finished run is kept in OUT/bits and used by several cases."""
 
-    def __init__(self, setting: Setting):
-        self._setting = setting
+    def __init__(self, setting: Setting, seconds: float):
+        """Take the setting, and the seconds after which a process is killed."""
+        self._setting, self._seconds = setting, seconds
         self._updates, self._killed_after = (2, 1) if setting.tiny else (5, 2)
         self._flags = _flags(self._updates, setting.tiny)
 
@@ -104,7 +107,7 @@ class _Runs:
             shutil.rmtree(folder, ignore_errors=True)
         flags = {"workdir": folder, **self._flags}
         command = RunningCommand(self._setting, SECTION, name, "spell_jax.train", flags, variables)
-        return command.wait(_RUN_SECONDS, expected)
+        return command.wait(self._seconds, expected)
 
 
 def _flags(updates: int, tiny: bool) -> dict[str, Any]:
