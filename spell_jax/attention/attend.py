@@ -73,21 +73,29 @@ def attend(
     index: Int32[Array, "B T"] | None = None,
     name: str = "auto",
     ring: bool = False,
+    positions: Int32[Array, "B T"] | None = None,
+    window: Int32[Array, ""] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Compute softmax attention of packed rows on the current mesh.
 
     Query head n reads key head n // (N / K). `last_query` is the mask (masks.py); `index` is the
     row index of each token, None if tokens are in order. `name` is one of NAMES. With `ring`, keys
-    sharded over `context` travel around a ring instead of being all-gathered.
+    sharded over `context` travel around a ring instead of being all-gathered. A query sees the keys
+    at most `window` - 1 `positions` before it; all keys if `window` is None.
 
     The result has q's dtype, and zeros for queries that see no key (padding).
     """
     index = masks.row_index(last_query) if index is None else index
+    q_position = last_position = None
+    if window is not None:
+        assert positions is not None
+        q_position, last_position = positions, positions + (window - 1)
+    of_tokens = index, index, last_query, q_position, last_position
     short = name == "auto" and q.shape[1] <= SHORT
     kernel = KERNELS.get("dense" if short else name, _LONG)
     mesh = collectives.current_mesh()
     if mesh is None:
-        return kernels.attend(kernel, q, k, v, index, index, last_query)
+        return kernels.attend(kernel, q, k, v, *of_tokens)
     if mesh.shape[meshes.CONTEXT] > 1:
         kernel = (context.ring if ring else context.gathered)(kernel)
     # Heads that the axis does not divide stay whole on every device of the axis: the same result,
@@ -104,15 +112,17 @@ def attend(
     # varies.
     return jax.shard_map(
         lambda q, k, v, *indices: kernels.attend(kernel, q, k, v, *indices),
-        in_specs=(by_heads, by_heads, by_heads, by_time, by_time, by_time),
+        in_specs=(*[by_heads] * 3, *[by_time] * len(of_tokens)),
         out_specs=by_heads,
         check_vma=False,
-    )(q, k, v, index, index, last_query)
+    )(q, k, v, *of_tokens)
 
 
 def _packed(name: str, ring: bool, q, k, v, cache: Any, arrays: dict[str, Array]):
     del cache
-    return attend(q, k, v, arrays["last_query"], arrays.get("index"), name, ring), None
+    rows = arrays["last_query"], arrays.get("index")
+    window = arrays["positions"], arrays.get("window")
+    return attend(q, k, v, *rows, name, ring, *window), None
 
 
 @functools.cache  # one object per kernel, so that jit finds its compiled program again

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,16 +28,24 @@ def pad_inputs(inputs: Inputs, block_q: int, block_k: int) -> Inputs:
 
     The caller drops the outputs of padded queries, and pads their d_out and delta with 0.
     """
-    q, k, v, q_index, k_index, last_query = inputs
+    q, k, v, q_index, k_index, last_query, q_position, last_position = inputs
+    more_queries, more_keys = (0, -len(q) % block_q), (0, -len(k) % block_k)
+
+    # Padded row indices and positions repeat the last one, so that the limits of a block do not
+    # change.
+    def pad_edge(x: jax.Array | None, widths: tuple[int, int]) -> Any:
+        return None if x is None else jnp.pad(x, widths, mode="edge")
+
     return Inputs(
         pad(q, 0, block_q),
         pad(k, 0, block_k),
         pad(v, 0, block_k),
-        # Padded row indices repeat the last index, so that the limits of a block do not change.
-        jnp.pad(q_index, (0, -len(q) % block_q), mode="edge"),
-        jnp.pad(k_index, (0, -len(k) % block_k), mode="edge"),
+        pad_edge(q_index, more_queries),
+        pad_edge(k_index, more_keys),
         # Every row index is above the smallest int32.
         pad(last_query, 0, block_k, jnp.iinfo(jnp.int32).min),
+        pad_edge(q_position, more_queries),
+        pad_edge(last_position, more_keys),
     )
 
 

@@ -24,8 +24,10 @@ def gathered(kernel: Kernel) -> Kernel:
     """Wrap a kernel to attend to all keys of the row, all-gathered over `context`."""
 
     def gather(inputs: Inputs) -> Inputs:
-        gathered = (jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True) for x in _keys(inputs))
-        return _with_keys(inputs, tuple(gathered))
+        def of_row(x: jax.Array) -> jax.Array:
+            return jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True)
+
+        return _with_keys(inputs, jax.tree.map(of_row, _keys(inputs)))
 
     def forward(inputs: Inputs):
         return kernel.forward(gather(inputs))
@@ -88,13 +90,14 @@ def ring(kernel: Kernel) -> Kernel:
     return Kernel(forward, backward)
 
 
-def _keys(inputs: Inputs) -> tuple[jax.Array, ...]:
-    return inputs.k, inputs.v, inputs.k_index, inputs.last_query
+def _keys(inputs: Inputs) -> dict[str, Any]:
+    """Return the fields of Inputs that have an axis of keys."""
+    names = ("k", "v", "k_index", "last_query", "last_position")
+    return {name: getattr(inputs, name) for name in names}
 
 
-def _with_keys(inputs: Inputs, keys: tuple[jax.Array, ...]) -> Inputs:
-    k, v, k_index, last_query = keys
-    return inputs._replace(k=k, v=v, k_index=k_index, last_query=last_query)
+def _with_keys(inputs: Inputs, keys: dict[str, Any]) -> Inputs:
+    return inputs._replace(**keys)
 
 
 def _sum_scatter(x: jax.Array) -> jax.Array:

@@ -23,8 +23,8 @@ CHECKPOINT_NAME = "attention"  # checkpoint name of the output and its log-sum-e
 class Inputs(NamedTuple):
     """Queries and keys of a row, or of a part of a row; Kernel adds a leading axis B.
 
-    Query i sees key j iff k_index[j] <= q_index[i] <= last_query[j]; see masks.py. Indices are
-    int32.
+    Query i sees key j iff k_index[j] <= q_index[i] <= last_query[j], and in a layer with a window
+    q_position[i] <= last_position[j]; see masks.py. Indices and positions are int32.
 
     Attributes:
       q: queries [Tq, K, R, H], with R = N / K query heads per key head.
@@ -33,6 +33,8 @@ class Inputs(NamedTuple):
       q_index: row indices of the queries, [Tq], in any order.
       k_index: row indices of the keys, [Tk], in any order.
       last_query: mask, [Tk].
+      q_position: positions of the queries, [Tq]; None in layers without a window.
+      last_position: last position of a query that sees the key, [Tk]; None like `q_position`.
     """
 
     q: jax.Array
@@ -41,6 +43,8 @@ class Inputs(NamedTuple):
     q_index: jax.Array
     k_index: jax.Array
     last_query: jax.Array
+    q_position: jax.Array | None = None
+    last_position: jax.Array | None = None
 
 
 class Kernel(NamedTuple):
@@ -77,6 +81,8 @@ def attend(
     q_index: jax.Array,
     k_index: jax.Array,
     last_query: jax.Array,
+    q_position: jax.Array | None = None,
+    last_position: jax.Array | None = None,
 ) -> jax.Array:
     """Compute kernel.forward, differentiable in q, k and v.
 
@@ -84,7 +90,8 @@ def attend(
     head n reads key head n // (N / K). Pass the same kernel object every time, or jit compiles the
     program again.
     """
-    return _forward(kernel, q, k, v, q_index, k_index, last_query)[0]
+    indices = q_index, k_index, last_query, q_position, last_position
+    return _forward(kernel, q, k, v, *indices)[0]
 
 
 def _forward(kernel: Kernel, q, k, v, *indices):
@@ -105,7 +112,7 @@ def _backward(kernel: Kernel, residuals, d_out):
     # times gradient over all keys, of which a kernel may have only a part.
     delta = jnp.einsum("bqkrh,bqkrh->bkrq", d_out.astype(jnp.float32), _grouped(out, k))
     dq, dk, dv = kernel.backward(inputs, lse, delta, d_out)
-    return dq.reshape(q.shape), dk, dv, None, None, None
+    return dq.reshape(q.shape), dk, dv, *[None] * len(indices)
 
 
 def _grouped(x: jax.Array, k: jax.Array) -> jax.Array:

@@ -216,7 +216,7 @@ def _is_last(word):
 def _prepare(inputs: Inputs, block: tuple[int, int], by_keys: bool) -> tuple[Pairs, Inputs]:
     """List the pairs; pad q to [K, R, H, Tq], k and v to [K, Tk, H], indices to [1, T]."""
     block_q, block_k = _block_size(block[0], len(inputs.q)), _block_size(block[1], len(inputs.k))
-    q, k, v, q_index, k_index, last_query = common.pad_inputs(inputs, block_q, block_k)
+    q, k, v, q_index, k_index, last_query, *_ = common.pad_inputs(inputs, block_q, block_k)
     pairs = list_pairs(q_index, k_index, last_query, block_q, block_k, by_keys)
     k, v = (x.transpose(1, 0, 2) for x in (k, v))
     q_index, k_index, last_query = (x[None] for x in (q_index, k_index, last_query))
@@ -280,7 +280,7 @@ def _run_kernel(
     kv_heads, heads, size, _ = data.q.shape
     specs, count = _specs(pairs, size), pairs.count
     kinds = ("query_numbers", "key_numbers", "key_numbers")
-    inputs = [*zip(kinds, data[3:], strict=True), *inputs]
+    inputs = [*zip(kinds, data[3:6], strict=True), *inputs]
     grid = (kv_heads, count, heads) if pairs.by_keys else (kv_heads, heads, count)
     run = pl.pallas_call(
         kernel,

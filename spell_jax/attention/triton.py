@@ -194,7 +194,7 @@ def _prepare(inputs: Inputs, tiles: Tiles | None, kernel: str) -> tuple[Tile, ja
     tile = _fit_tile(getattr(tiles, kernel), len(q), len(k))
     padded = blocks.pad_inputs(inputs, tile.queries, tile.keys)
     q, k, v = (blocks.pad(x, -1, size) for x in padded[:3])
-    pairs = list_pairs(*padded[3:], tile.queries, tile.keys, by_keys=kernel == "dkv")
+    pairs = list_pairs(*padded[3:6], tile.queries, tile.keys, by_keys=kernel == "dkv")
     return tile, pairs, padded._replace(q=q, k=k, v=v)
 
 
@@ -249,7 +249,7 @@ def _key_specs(tile: Tile, data: Inputs) -> dict[str, pl.BlockSpec]:
 
 def _array_specs(specs, data: Inputs, of_queries=()) -> list[tuple[pl.BlockSpec, jax.Array]]:
     """Pair arrays of a kernel with specs; backward also gets lse, delta and d_out, unpadded."""
-    q, k, v, *indices = data
+    q, k, v, *indices = data[:6]
     arrays = [
         *zip((specs["query_index"], specs["key_index"], specs["key_index"]), indices, strict=True),
         (specs["queries"], q),

@@ -12,9 +12,14 @@ from typing import Any
 
 from spell_jax.attention.attend import NAMES as ATTENTION
 from spell_jax.policy import rope as ropes
+from spell_jax.policy.products import ACTIVATIONS
 from spell_jax.policy.rope import RopeConfig
 from spell_jax.runtime.config import check_choice, check_least
 
+NORMS = ("before", "after", "both")
+# Layers without a window see this many tokens, more than max_positions may be: positions and
+# windows add up to less than 2^31.
+UNLIMITED = 2**30
 REMAT_POLICIES = ("none", "block", "attention", "dots", "offload")
 MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 _POSITIVE = (
@@ -81,14 +86,28 @@ class PolicyConfig:
       heads: query heads [N].
       kv_heads: key/value heads [K]; must divide N.
       head_size: width of a head [H], even.
-      feed_forward: hidden width of the SwiGLU, or of each expert in a mixture of experts [F].
+      feed_forward: hidden width of the gated feed-forward part, or of each expert in a mixture of
+        experts [F].
       rope: rotary position embeddings (rope.py).
       max_positions: longest context the weights were trained for, in tokens.
       norm_epsilon: constant added to the mean square inside RMSNorm.
       qkv_bias: whether the q, k and v projections have a bias (Qwen2).
       qk_norm: whether each q and k head is normalized by RMSNorm (Qwen3).
+      joint_qk_norm: whether, with `qk_norm`, all q heads of a token are normalized together, and
+        all k heads (OLMo 2).
+      norms: where a layer's attention and feed-forward part have an RMSNorm, one of NORMS: "before"
+        their input, "after" their output (OLMo 2), or "both" (Gemma 3).
+      centered_norms: whether the parameter of an RMSNorm is its scale less 1 (Gemma 3).
+      activation: function of the gate of a feed-forward part, one of products.ACTIVATIONS.
+      scaled_embedding: whether the embedding is multiplied by the root of D (Gemma 3).
+      score_scale: factor of the scores of attention; None is H^-.5.
+      window: tokens that a query of a window layer sees, itself included; 0 without window layers.
+      window_layers: numbers of the layers whose queries see only a window, in ascending order.
+      window_rope: rotary position embeddings of window layers; None is `rope`.
+      unrotated_layers: numbers of the layers without position embeddings, in ascending order
+        (SmolLM3).
       tied_embeddings: whether the output projection shares the embedding table.
-      experts: experts per layer [E]; 0 means one dense SwiGLU.
+      experts: experts per layer [E]; 0 means one dense feed-forward part.
       experts_per_token: experts that process each token; 0 without experts.
       normalized_router: whether the router weights of a token's experts are scaled to sum to 1.
       lora: LoRA adapters, the only trained parameters; None trains every parameter.
@@ -112,6 +131,16 @@ class PolicyConfig:
     norm_epsilon: float = 1e-6
     qkv_bias: bool = True
     qk_norm: bool = False
+    joint_qk_norm: bool = False
+    norms: str = "before"
+    centered_norms: bool = False
+    activation: str = "silu"
+    scaled_embedding: bool = False
+    score_scale: float | None = None
+    window: int = 0
+    window_layers: tuple[int, ...] = ()
+    window_rope: RopeConfig | None = None
+    unrotated_layers: tuple[int, ...] = ()
     tied_embeddings: bool = True
     experts: int = 0
     experts_per_token: int = 0
@@ -140,6 +169,8 @@ class PolicyConfig:
                 f"policy.experts = {self.experts} (0 without experts)"
             )
         check_choice(self, "policy.", remat=REMAT_POLICIES, attention=ATTENTION)
+        check_choice(self, "policy.", norms=NORMS, activation=tuple(ACTIVATIONS))
+        self._check_layers()
         # Sorted bounds are also disjoint ranges, as embedding.has_token needs.
         bounds = [0, *itertools.chain(*self.unused_ids), self.vocab_size]
         unused = sum(stop - start for start, stop in self.unused_ids)
@@ -153,6 +184,62 @@ class PolicyConfig:
                 f"policy.lora_pattern = {self.lora.pattern!r}: is in none of "
                 f"{sorted(self._lora_layers().values())}"
             )
+
+    def _check_layers(self) -> None:
+        """Raise ValueError if the fields that differ between layers contradict each other."""
+        if self.joint_qk_norm and not self.qk_norm:
+            raise ValueError("policy.joint_qk_norm = True: needs policy.qk_norm = True")
+        if self.score_scale is not None and not self.score_scale > 0:
+            raise ValueError(f"policy.score_scale = {self.score_scale}: must be above 0")
+        for name in ("window_layers", "unrotated_layers"):
+            numbers = getattr(self, name)
+            if list(numbers) != sorted({*numbers} & {*range(self.layers)}):
+                raise ValueError(
+                    f"policy.{name} = {numbers}: must be ascending numbers below policy.layers = "
+                    f"{self.layers}"
+                )
+        if not 0 <= self.window < UNLIMITED or bool(self.window) != bool(self.window_layers):
+            raise ValueError(
+                f"policy.window = {self.window}: must be 1 to {UNLIMITED - 1} if "
+                "policy.window_layers names layers, else 0"
+            )
+        if self.window_rope is not None and not self.window:
+            raise ValueError("policy.window_rope: must be None without policy.window_layers")
+
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """Tokens that a query of each layer sees, itself included; UNLIMITED without a window."""
+        return tuple(
+            self.window if layer in self.window_layers else UNLIMITED
+            for layer in range(self.layers)
+        )
+
+    @property
+    def layer_ropes(self) -> tuple[RopeConfig | None, ...]:
+        """Rotary position embeddings of each layer, None for a layer without them."""
+        ropes: list[RopeConfig | None] = [self.rope] * self.layers
+        for layer in self.window_layers:
+            ropes[layer] = self.window_rope or self.rope
+        for layer in self.unrotated_layers:
+            ropes[layer] = None
+        return tuple(ropes)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig | None, ...]:
+        """The different values of `layer_ropes`, in order of their first layer."""
+        return tuple(dict.fromkeys(self.layer_ropes))
+
+    def with_layers(self, layers: int) -> PolicyConfig:
+        """Return the architecture of the first `layers` layers."""
+        window_layers = tuple(layer for layer in self.window_layers if layer < layers)
+        changes = {} if window_layers else {"window": 0, "window_rope": None}
+        return dataclasses.replace(
+            self,
+            layers=layers,
+            window_layers=window_layers,
+            unrotated_layers=tuple(n for n in self.unrotated_layers if n < layers),
+            **changes,
+        )
 
     def check_length(self, tokens: int) -> None:
         """Raise ValueError if the longest prompt and answer together exceed max_positions."""

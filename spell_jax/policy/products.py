@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -80,23 +81,33 @@ def _product(a: jax.Array, b: jax.Array, axes) -> jax.Array:
     return jnp.tensordot(a, b, axes=axes, preferred_element_type=sum_dtype())
 
 
-@jax.custom_vjp
-def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Compute silu(gate) * up, arrays [..., F]; keeps only these two for the gradient."""
-    return jax.nn.silu(gate) * up
+# PolicyConfig.activation -> function of the gate.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
-def _gated_backward(residuals: tuple[jax.Array, jax.Array], d_out: jax.Array):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def gated(gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:
+    """Compute activation(gate) * up, arrays [..., F]; keeps only these two for the gradient."""
+    return ACTIVATIONS[activation](gate) * up
+
+
+def _gated_forward(gate: jax.Array, up: jax.Array, activation: str):
+    return gated(gate, up, activation), (as_bits(gate), as_bits(up))
+
+
+def _gated_backward(activation: str, residuals: tuple[jax.Array, jax.Array], d_out: jax.Array):
     # Written by hand, so that the backward pass needs gate and up alone: autodiff would also keep
-    # silu(gate).
+    # activation(gate).
     gate, up, d_out32 = (from_bits(x).astype(jnp.float32) for x in (*residuals, d_out))
-    share = jax.nn.sigmoid(gate)
-    d_gate = d_out32 * up * share * (1 + gate * (1 - share))
-    d_up = d_out32 * gate * share
-    return d_gate.astype(d_out.dtype), d_up.astype(d_out.dtype)
+    active, pull_back = jax.vjp(ACTIVATIONS[activation], gate)
+    (d_gate,) = pull_back(d_out32 * up)
+    return d_gate.astype(d_out.dtype), (d_out32 * active).astype(d_out.dtype)
 
 
-gated.defvjp(lambda gate, up: (gated(gate, up), (as_bits(gate), as_bits(up))), _gated_backward)
+gated.defvjp(_gated_forward, _gated_backward)
 
 
 def sum_of_outer_products(x: jax.Array, y: jax.Array, tokens: int) -> jax.Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -357,6 +357,19 @@ def rotary(
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies(rope, head_size)
     # Scaled here, once per position, YaRN's factor reaches every score through both q and k.
     return jnp.cos(angles) * rope.scale, jnp.sin(angles) * rope.scale
+
+
+def rotaries(
+    positions: Int32[Array, "B T"], head_size: int, ropes: Sequence[RopeConfig | None]
+) -> tuple[Float32[Array, "ropes B T 1 half_H"], Float32[Array, "ropes B T 1 half_H"]]:
+    """Stack the `rotary` of several ropes; None rotates nothing."""
+    tables = [
+        # No rotation is a rotation by position 0.
+        rotary(positions if rope else positions * 0, head_size, rope or RopeConfig())
+        for rope in ropes
+    ]
+    cosines, sines = zip(*tables, strict=True)
+    return jnp.stack(cosines), jnp.stack(sines)
 
 
 def rotate(

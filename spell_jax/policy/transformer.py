@@ -47,7 +47,9 @@ class Attend(Protocol):
     """Attention of a layer: from queries, keys, values, cache and context to output and cache.
 
     `cache`, the pages of the sampler's KV cache or None in training, passes from layer to layer.
-    `context` is a dict shared by all layers, except for "layer", the layer number (int32 scalar).
+    `context` is a dict with "positions" (int32 [B, T]) and entries of the caller, the same for all
+    layers, and of a layer "layer", its number, and if layers have windows "window", the number of
+    tokens that a query of the layer sees (int32 scalars).
     """
 
     def __call__(
@@ -103,18 +105,27 @@ _shifted.defvjp(lambda x, bias: (_shifted(x, bias), bias), _shifted_backward)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, x / rms(x) * scale, with float32 statistics."""
+    """Root-mean-square norm, x / rms(x) * scale, with float32 statistics.
 
-    epsilon: float
-    axis: str = "embed"
+    `axes` are the logical names of the trailing axes that are normalized together. The parameter is
+    the scale, or with `centered_norms` the scale less 1.
+    """
+
+    config: PolicyConfig
+    axes: tuple[str, ...] = ("embed",)
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param("scale", _constant(nn.initializers.ones, self.axis), (x.shape[-1],))
+        c, trailing = self.config, tuple(range(-len(self.axes), 0))
+        start = nn.initializers.zeros if c.centered_norms else nn.initializers.ones
+        scale = self.param("scale", _constant(start, *self.axes), x.shape[-len(self.axes) :])
         # A mean of squares in bfloat16 would have 8 significant bits.
         x32 = x.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
-        return _scaled(x32, scale).astype(x.dtype)
+        mean = jnp.mean(x32 * x32, axis=trailing, keepdims=True)
+        x32 = x32 * jax.lax.rsqrt(mean + c.norm_epsilon)
+        out = _scaled(x32, scale)
+        # Not x32 * (1 + scale): the sum would be rounded to the parameter's dtype.
+        return (out + x32 if c.centered_norms else out).astype(x.dtype)
 
 
 class _Linear(NamedTuple):
@@ -210,10 +221,13 @@ class Attention(nn.Module):
         outputs = {"q": heads, "k": kv_heads, "v": kv_heads}
         q, k, v = _project(self, x, {"embed": c.width}, outputs, c.lora, c.qkv_bias)
         if c.qk_norm:
-            q = RMSNorm(c.norm_epsilon, "head", name="q_norm")(q)
-            k = RMSNorm(c.norm_epsilon, "head", name="k_norm")(k)
+            q = RMSNorm(c, ("heads", "head") if c.joint_qk_norm else ("head",), name="q_norm")(q)
+            k = RMSNorm(c, ("kv_heads", "head") if c.joint_qk_norm else ("head",), name="k_norm")(k)
         q = rope.rotate(q, *context["rotary"])
         k = rope.rotate(k, *context["rotary"])
+        if c.score_scale is not None:
+            # Kernels scale scores by H^-.5.
+            q = q * (c.score_scale * c.head_size**0.5)
         out, cache = self.attend(q, k, v, cache, context)
         # Heads stay on their devices; only the product with o is summed over `tensor`.
         out = spmd.with_logical_constraint(out, ("rows", "time", "heads", None))
@@ -221,8 +235,8 @@ class Attention(nn.Module):
         return out, cache
 
 
-class SwiGLU(nn.Module):
-    """Gated feed-forward layer, down(silu(gate(x)) * up(x))."""
+class GatedLayer(nn.Module):
+    """Gated feed-forward layer, down(activation(gate(x)) * up(x))."""
 
     config: PolicyConfig
 
@@ -231,7 +245,8 @@ class SwiGLU(nn.Module):
         c = self.config
         narrow, wide = {"embed": c.width}, {"mlp": c.feed_forward}
         gate, up = _project(self, x, narrow, {"gate": wide, "up": wide}, c.lora)
-        (down,) = _project(self, products.gated(gate, up), wide, {"down": narrow}, c.lora)
+        hidden: Any = products.gated(gate, up, c.activation)
+        (down,) = _project(self, hidden, wide, {"down": narrow}, c.lora)
         return down
 
 
@@ -272,9 +287,34 @@ class Experts(nn.Module):
         return out, moe.Routing(moe.count_load(experts, c.experts, real), record, differing)
 
 
+class Layer(NamedTuple):
+    """What differs between layers; the loop over layers cuts out a layer's part of each array."""
+
+    number: jax.Array  # int32 [L]
+    experts: jax.Array | None  # recorded experts, int [L, B, T, k]
+    rotary: jax.Array | None  # which of context["rotaries"] a layer has, int32 [L]; None: one alone
+    window: jax.Array | None  # tokens that a query sees, itself included, int32 [L]; None: all
+
+    @classmethod
+    def stack(cls, config: PolicyConfig, experts: jax.Array | None) -> Layer:
+        """Return the arrays of all layers."""
+        rotary = window = None
+        if len(config.ropes) > 1:
+            rotary = jnp.array([config.ropes.index(x) for x in config.layer_ropes], jnp.int32)
+        if config.window:
+            window = jnp.array(config.layer_windows, jnp.int32)
+        return cls(jnp.arange(config.layers), experts, rotary, window)
+
+    def context(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """Return the context of this layer, from the context of all layers."""
+        rotary = shared["rotaries"]
+        which = 0 if self.rotary is None else self.rotary
+        own = {"layer": self.number, "rotary": jax.tree.map(lambda x: x[which], rotary)}
+        return shared | own | ({} if self.window is None else {"window": self.window})
+
+
 class Block(nn.Module):
-    """One transformer layer, with the signature of nn.scan: carry, (layer number, recorded experts
-    [B, T, k] or None), context."""
+    """One transformer layer, with the signature of nn.scan: carry, Layer, context."""
 
     config: PolicyConfig
     attend: Attend
@@ -282,25 +322,26 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        carry: tuple[jax.Array, Any],
-        per_layer: tuple[jax.Array, jax.Array | None],
-        context: dict[str, Any],
+        self, carry: tuple[jax.Array, Any], layer: Layer, context: dict[str, Any]
     ) -> tuple[tuple[jax.Array, Any], moe.Routing | None]:
-        (x, cache), (layer, recorded) = carry, per_layer
-        context = context | {"layer": layer}
-        epsilon = self.config.norm_epsilon
+        x, cache = carry
+        c, context = self.config, layer.context(context)
         x = checkpoint_name(x, _BLOCK_INPUT)
-        attention = Attention(self.config, self.attend, name="attention")
-        out, cache = attention(RMSNorm(epsilon, name="attention_norm")(x), cache, context)
-        x = x + out
-        normed = RMSNorm(epsilon, name="mlp_norm")(x)
-        if self.config.experts:
-            experts = Experts(self.config, self.record_experts, name="moe")
-            out, routing = experts(normed, context["real"], recorded)
+        attention = Attention(c, self.attend, name="attention")
+        out, cache = attention(self._norm("attention_norm", "before", x), cache, context)
+        x = x + self._norm("attention_out_norm", "after", out)
+        normed = self._norm("mlp_norm", "before", x)
+        if c.experts:
+            experts = Experts(c, self.record_experts, name="moe")
+            out, routing = experts(normed, context["real"], layer.experts)
         else:
-            out, routing = SwiGLU(self.config, name="mlp")(normed), None
-        return (spmd.with_logical_constraint(x + out, _HIDDEN), cache), routing
+            out, routing = GatedLayer(c, name="mlp")(normed), None
+        x = x + self._norm("mlp_out_norm", "after", out)
+        return (spmd.with_logical_constraint(x, _HIDDEN), cache), routing
+
+    def _norm(self, name: str, place: str, x: jax.Array) -> jax.Array:
+        """Normalize the input ("before") or output ("after") of a part, if the policy does so."""
+        return RMSNorm(self.config, name=name)(x) if self.config.norms in (place, "both") else x
 
 
 class Transformer(nn.Module):
@@ -324,6 +365,8 @@ class Transformer(nn.Module):
         if not c.tied_embeddings:  # created by init, used by unembed()
             self.param("unembedding", _kernel(("vocab", "embed"), c.width), table_shape)
         x = spmd.with_logical_constraint(embedding.lookup(table, tokens), _HIDDEN)
+        if c.scaled_embedding:
+            x = x * jnp.asarray(c.width**0.5, x.dtype)  # rounded first, as Gemma was trained
         block = Block
         if c.remat != "none":
             # Inside a scan XLA cannot merge the recomputation with the forward pass, and barriers
@@ -342,8 +385,8 @@ class Transformer(nn.Module):
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
         blocks = layers(c, self.attend, self.record_experts, name="layers")
-        (x, cache), routing = blocks((x, cache), (jnp.arange(c.layers), experts), context)
-        return RMSNorm(c.norm_epsilon, name="final_norm")(x), cache, routing
+        (x, cache), routing = blocks((x, cache), Layer.stack(c, experts), context)
+        return RMSNorm(c, name="final_norm")(x), cache, routing
 
 
 def boxed_init(config: PolicyConfig, key: jax.Array) -> Any:
@@ -377,7 +420,8 @@ def _context(config: PolicyConfig, positions: jax.Array, context: dict[str, Any]
     return {
         **context,
         # Computed once per call and shared by all layers.
-        "rotary": rope.rotary(positions, config.head_size, config.rope),
+        "rotaries": rope.rotaries(positions, config.head_size, config.ropes),
+        "positions": positions,
         "real": last_query >= 0,
     }
 
