@@ -73,7 +73,7 @@ class PolicyBenchmark(BenchmarkCommand):
                 head_size=64,
                 feed_forward=3 * self.width,
             )
-        self.model = dataclasses.replace(model, layers=self.layers or model.layers)
+        self.model = model.with_layers(self.layers or model.layers)
         # The options become the sizes that are measured, because the line repeats the options.
         self.layers, self.width = self.model.layers, self.model.width
         self.vocab = self.model.vocab_size

@@ -223,7 +223,7 @@ def _update(bench: SamplerBenchmark, shape: ProgramShape, counts: ProgramCounts)
     prompts = rng.integers(bench.vocab, size=(shape.prompts, shape.prompt))
     groups = random_groups(rng, prompts, bench.vocab, _GROUP, shape.answer)
     sizes = [group.size for group in groups]
-    pairs = sum(tree_pairs(groups, tree) for tree in trees.single(sizes))
+    pairs = sum(tree_pairs(bench.model, groups, tree) for tree in trees.single(sizes))
     rows = shape.prompts
     work = counts.micro_batch(rows * bucket.length, rows * bucket.answers, pairs)
 

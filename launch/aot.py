@@ -122,11 +122,11 @@ def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig
                 f"policy.folder = {folder!r}: no such folder; name a Hugging Face config.json by "
                 "--policy, no weights are needed"
             )
-    policy = shape_policy(config.policy, policy)
+    policy = shape_policy(config.policy, policy).with_layers(layers or policy.layers)
     # Without the tokenizer, some row of the embedding counts as padding, as in most public models:
     # which ids a run masks changes constants of the programs, not their memory.
     padding = ((policy.vocab_size - 1, policy.vocab_size),)
-    return dataclasses.replace(policy, layers=layers or policy.layers, unused_ids=padding)
+    return dataclasses.replace(policy, unused_ids=padding)
 
 
 class RunPrograms:

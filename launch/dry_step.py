@@ -102,7 +102,8 @@ def run_step(config: Config, sampler: Sampler, work: Workload) -> DryStep:
     spec = registry.ALGORITHMS[algorithm_config.name]
     assert spec.write_replies is not None
     writer = _Writer(spec.write_replies, algorithm_config, work)
-    dry_sampler = DrySampler(sampler.config, sampler.shape, sampler.shards, writer.write)
+    sizes = sampler.config, sampler.shape, sampler.shards
+    dry_sampler = DrySampler(*sizes, writer.write, sampler.policy.mean_pairs)
     model = TextSampler(cast(Any, dry_sampler), cast(Any, DryTokenizer()))
     worker = RolloutWorker(model, jax.random.key(config.seed))
     algorithm = spec.make(algorithm_config, _make_context(config, algorithm_config, spec, work))

@@ -25,6 +25,7 @@ from launch.topologies import Peaks
 from launch.work import ProgramCounts, Work
 from spell_jax.learner import packing, trees
 from spell_jax.learner.loss_config import LossConfig
+from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, build
 from spell_jax.sampler.dry import AgentCounts
@@ -252,7 +253,8 @@ def micro_batches(
     pairs: dict[tuple[int, int], list[float]] = {}
     for bucket, count, rows in packing.lay_out(fitting, *sizes, layout.shared_prefix == "tree"):
         batch = pairs.setdefault((bucket.length * count, bucket.answers * count), [])
-        batch.append(sum(tree_pairs(fitting, tree) for row in rows for tree in row))
+        trees_of_rows = [tree for row in rows for tree in row]
+        batch.append(sum(tree_pairs(programs.policy, fitting, tree) for tree in trees_of_rows))
     return Counter(
         {
             (*size, sum(batch_pairs) / len(batch_pairs)): len(batch_pairs)
@@ -261,15 +263,17 @@ def micro_batches(
     )
 
 
-def tree_pairs(groups: list[packing.TrainGroup], tree: trees.GroupTree) -> float:
-    """Count the pairs of a token and a key it attends to; a token and itself are half a pair."""
+def tree_pairs(
+    policy: PolicyConfig, groups: list[packing.TrainGroup], tree: trees.GroupTree
+) -> float:
+    """Count the pairs of a token and a key that it attends to, as a mean over the layers."""
     pairs = 0.0
     for index, shared in zip(tree.members, tree.shared, strict=True):
         for group in groups[index].segments:
             prompt = len(group.prompt)
-            pairs += (prompt**2 - shared**2) / 2
+            pairs += policy.mean_pairs(shared, prompt - shared)
             lengths = [len(sample.tokens) for sample in group.samples]
-            pairs += sum(length * (prompt + length / 2) for length in lengths)
+            pairs += sum(policy.mean_pairs(prompt, length) for length in lengths)
     return pairs
 
 

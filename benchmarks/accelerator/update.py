@@ -103,7 +103,7 @@ def _programs(policy: PolicyConfig, sizes: UpdateSizes, layout: str) -> aot.RunP
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", _ASSUMED_GIB * GIB)
     # Fewer layers keep the shapes of all kernels, and so their speed.
     for layers in range(policy.layers, 0, -1):
-        smaller = dataclasses.replace(policy, layers=layers)
+        smaller = policy.with_layers(layers)
         programs = aot.RunPrograms(config, smaller, mesh, sizes.prompt, bucket)
         if _planned(programs) <= _PLANNED_SHARE * limit:
             return programs

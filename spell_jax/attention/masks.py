@@ -40,10 +40,10 @@ def visible(
     Both positions are None in layers without a window.
     """
     query = q_index[..., :, None]
-    seen = (k_index[..., None, :] <= query) & (query <= last_query[..., None, :])
+    by_index = (k_index[..., None, :] <= query) & (query <= last_query[..., None, :])
     if q_position is None or last_position is None:
-        return seen
-    return seen & (q_position[..., :, None] <= last_position[..., None, :])
+        return by_index
+    return by_index & (q_position[..., :, None] <= last_position[..., None, :])
 
 
 def live_and_full_blocks(

@@ -8,6 +8,7 @@ import itertools
 import json
 import pathlib
 import re
+from collections import Counter
 from typing import Any
 
 from spell_jax.attention.attend import NAMES as ATTENTION
@@ -228,6 +229,23 @@ class PolicyConfig:
     def ropes(self) -> tuple[RopeConfig | None, ...]:
         """The different values of `layer_ropes`, in order of their first layer."""
         return tuple(dict.fromkeys(self.layer_ropes))
+
+    @functools.cached_property
+    def _layers_of_windows(self) -> Counter[int]:
+        return Counter(self.layer_windows)
+
+    def mean_pairs(self, before: int, tokens: int) -> float:
+        """Return the mean over the layers of the pairs of a query and a key that it sees.
+
+        The queries are `tokens` tokens of a text after its first `before` tokens; they see
+        themselves too.
+        """
+        total = 0
+        for window, layers in self._layers_of_windows.items():
+            short = min(max(window - before, 0), tokens)  # queries whose window has the whole text
+            pairs = short * before + short * (short + 1) // 2 + (tokens - short) * window
+            total += layers * pairs
+        return total / self.layers
 
     def with_layers(self, layers: int) -> PolicyConfig:
         """Return the architecture of the first `layers` layers."""

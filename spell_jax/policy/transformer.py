@@ -288,7 +288,7 @@ class Experts(nn.Module):
 
 
 class Layer(NamedTuple):
-    """What differs between layers; the loop over layers cuts out a layer's part of each array."""
+    """Arrays with an entry for each layer; the loop over layers cuts out the entry of a layer."""
 
     number: jax.Array  # int32 [L]
     experts: jax.Array | None  # recorded experts, int [L, B, T, k]
@@ -309,8 +309,8 @@ class Layer(NamedTuple):
         """Return the context of this layer, from the context of all layers."""
         rotary = shared["rotaries"]
         which = 0 if self.rotary is None else self.rotary
-        own = {"layer": self.number, "rotary": jax.tree.map(lambda x: x[which], rotary)}
-        return shared | own | ({} if self.window is None else {"window": self.window})
+        of_layer = {"layer": self.number, "rotary": jax.tree.map(lambda x: x[which], rotary)}
+        return shared | of_layer | ({} if self.window is None else {"window": self.window})
 
 
 class Block(nn.Module):

@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from spell_jax.data.samples import Sample
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.counts import Counts
 from spell_jax.sampler.requests import SampleRequest
-from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, ShardShape, Tasks
+from spell_jax.sampler.scheduler import AdmittedPrompt, DecodeSequence, Scheduler, ShardShape, Tasks
 from spell_jax.sampler.session import NO_LIMIT, most_idle_passes
 
 
@@ -33,22 +34,24 @@ class AgentCounts:
       prompt_tokens: tokens that prefill reads; tokens of shared pages are not read again.
       prompt_pairs: pairs of a prompt token and a key that the token attends to. Row shards wait for
         the busiest shard: a call counts as if all shards had as many pairs.
-      prompt_keys: keys that prefill reads: the keys before the end of a page, once a page.
+      prompt_keys: keys that prefill reads: the keys that a page's tokens see, once a page.
       passes: decode passes.
       tokens: sampled tokens.
       pairs: pairs of a sampled token and a key that the token attends to.
       keys: keys that decoding reads: a prompt's keys once for all its samples, and their own.
+
+    Pairs and keys are means over the layers: a layer with a window has fewer.
     """
 
     requests: int = 0
     calls: float = 0.0
     prompt_tokens: int = 0
     prompt_pairs: float = 0.0
-    prompt_keys: int = 0
+    prompt_keys: float = 0.0
     passes: float = 0.0
     tokens: int = 0
-    pairs: int = 0
-    keys: int = 0
+    pairs: float = 0.0
+    keys: float = 0.0
 
 
 class DrySampler:
@@ -60,12 +63,15 @@ class DrySampler:
         shape: ShardShape,
         shards: int,
         write: Callable[[SampleRequest], Sequence[np.ndarray]],
+        mean_pairs: Callable[[int, int], float],
     ):
         """Create a sampler of `shards` row shards, each with the sizes in `shape`.
 
         `write` maps a request to its G answers, token ids int32 [S] with 1 <= S <= max_tokens.
+        `mean_pairs` is PolicyConfig.mean_pairs of the policy.
         """
         self.config, self.shape, self.shards, self.write = config, shape, shards, write
+        self.mean_pairs = mean_pairs
         self.counts_by_agent: dict[str, AgentCounts] = defaultdict(AgentCounts)
         self.refused = 0  # prompts above the cap
 
@@ -122,7 +128,8 @@ class DrySession:
 
     def _prefill(self, tasks: Tasks) -> None:
         """Count a prefill call."""
-        size, pairs = self._scheduler.shape.page_size, [Counter() for _ in tasks]
+        size, mean_pairs = self._scheduler.shape.page_size, self._sampler.mean_pairs
+        pairs: list[dict[str, float]] = [defaultdict(float) for _ in tasks]  # of shards, by agent
         count = sum(map(len, tasks))
         for shard, shard_tasks in enumerate(tasks):
             for admitted, number in shard_tasks:
@@ -131,12 +138,12 @@ class DrySession:
                 agent_counts = self._count(admitted.request)
                 agent_counts.calls += 1 / count
                 agent_counts.prompt_tokens += tokens
-                agent_counts.prompt_keys += before + tokens
-                agent_pairs = tokens * before + tokens * (tokens + 1) // 2
-                pairs[shard][admitted.request.agent] += agent_pairs
+                # The page's first token sees the earlier keys, the page adds its own.
+                agent_counts.prompt_keys += mean_pairs(before, 1) + tokens - 1
+                pairs[shard][admitted.request.agent] += mean_pairs(before, tokens)
                 self.counts.prefilled_tokens += tokens
-        totals = [shard_pairs.total() for shard_pairs in pairs]
-        for agent, agent_pairs in sum(pairs, Counter()).items():
+        totals = [sum(shard_pairs.values()) for shard_pairs in pairs]
+        for agent, agent_pairs in itertools.chain(*(shard_pairs.items() for shard_pairs in pairs)):
             self._sampler.counts_by_agent[agent].prompt_pairs += (
                 agent_pairs * max(totals) * len(totals) / sum(totals)
             )
@@ -166,18 +173,21 @@ class DrySession:
         total = sum(new for _, new in sampled)
         self.counts.tokens += total
         # A pass reads a prompt's keys once for all its samples.
-        longest: Counter = Counter()  # prompt -> passes in which one of its samples is decoded
+        # Prompt -> its keys that the sample with the most passes reads.
+        prompt_keys: dict[AdmittedPrompt, float] = {}
+        mean_pairs = self._sampler.mean_pairs
         for sequence, new in sampled:
             admitted = sequence.admitted
             agent_counts = self._count(admitted.request)
-            answer_keys = new * (new + 1) // 2 + new * sequence.count
+            answer_keys = mean_pairs(sequence.count, new)
+            pairs = mean_pairs(len(admitted.tokens) + sequence.count, new)
             agent_counts.passes += steps * new / total
             agent_counts.tokens += new
-            agent_counts.pairs += answer_keys + new * len(admitted.tokens)
+            agent_counts.pairs += pairs
             agent_counts.keys += answer_keys
-            longest[admitted] = max(longest[admitted], new)
-        for admitted, new in longest.items():
-            self._count(admitted.request).keys += new * len(admitted.tokens)
+            prompt_keys[admitted] = max(prompt_keys.get(admitted, 0.0), pairs - answer_keys)
+        for admitted, keys in prompt_keys.items():
+            self._count(admitted.request).keys += keys
 
 
 def _passes(left: np.ndarray, decode_tokens: int, most_idle: int) -> int:

@@ -13,10 +13,11 @@ from launch import dry_step, topologies
 from launch.dry_step import DryStep, DryTokenizer, Workload
 from spell_jax.algorithms import registry
 from spell_jax.config import default_config
+from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
-from tests import noise
+from tests import noise, tiny
 
 SAMPLING = SamplerConfig(max_tokens=256, max_prompt=2048, kv_cache_tokens=2**16, slots=32)
 WORK = Workload(prompt=2048, tokens=32, verdict_tokens=4)
@@ -33,6 +34,7 @@ class SamplerSizes:
     config: SamplerConfig
     shape: Any
     shards: int
+    policy: PolicyConfig
 
 
 def _step(name: str, work: Workload = WORK, **fields: Any) -> DryStep:
@@ -41,7 +43,8 @@ def _step(name: str, work: Workload = WORK, **fields: Any) -> DryStep:
     rounds |= {"algorithm.questions": 8} if "responder" in config.algorithm else {}
     noise.with_fields(config, rounds | FIELDS[name] | fields)
     mesh: Any = topologies.abstract_mesh(topologies.find("v5e-4"), {"fsdp": 4})
-    sampler = SamplerSizes(SAMPLING, SAMPLING.shape(mesh), meshes.row_shards(mesh))
+    sizes = SAMPLING, SAMPLING.shape(mesh), meshes.row_shards(mesh)
+    sampler = SamplerSizes(*sizes, tiny.POLICY)
     return dry_step.run_step(config, cast(Sampler, sampler), work)
 
 

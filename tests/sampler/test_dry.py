@@ -37,7 +37,8 @@ def _write(request: SampleRequest) -> list[np.ndarray]:
 
 def _dry(sampling: SamplerConfig = SAMPLING, write: Callable = _write) -> DrySampler:
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
-    return DrySampler(sampling, sampling.shape(mesh), meshes.row_shards(mesh), write)
+    sizes = sampling, sampling.shape(mesh), meshes.row_shards(mesh)
+    return DrySampler(*sizes, write, tiny.POLICY.mean_pairs)
 
 
 def _request(agent: str, prompt: list[int], group: int, sampling=SAMPLING) -> SampleRequest:
