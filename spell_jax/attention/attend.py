@@ -9,7 +9,8 @@
    the platform the program is lowered for, else chunked.
 4. The SPMD partitioner cannot split kernels that contain loops. On a mesh, each device therefore
    runs the kernel on its own rows and heads (shard_map). If the tokens of a row are sharded over
-   `context`, keys are all-gathered or passed around a ring (context.py).
+   `context`, keys are all-gathered or passed around a ring; if layers have windows, only the keys
+   that other devices see are all-gathered (context.py).
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def attend(
     Query head n reads key head n // (N / K). `last_query` is the mask (masks.py); `index` is the
     row index of each token, None if tokens are in order. `name` is one of NAMES. With `ring`, keys
     sharded over `context` travel around a ring instead of being all-gathered. A query sees the keys
-    at most `window` - 1 `positions` before it; all keys if `window` is None.
+    at most `window` - 1 `positions` before it; all keys if `window` is None. With a window, only
+    keys that a query of another device sees travel, in either case.
 
     The result has q's dtype, and zeros for queries that see no key (padding).
     """
@@ -97,7 +99,8 @@ def attend(
     if mesh is None:
         return kernels.attend(kernel, q, k, v, *of_tokens)
     if mesh.shape[meshes.CONTEXT] > 1:
-        kernel = (context.ring if ring else context.gathered)(kernel)
+        whole = context.ring if ring else context.gathered
+        kernel = (whole if window is None else context.rounds)(kernel)
     # Heads that the axis does not divide stay whole on every device of the axis: the same result,
     # computed several times.
     heads, kv_heads, split = q.shape[2], k.shape[2], mesh.shape[meshes.TENSOR]

@@ -34,11 +34,8 @@ class _Blocks(NamedTuple):
     q: jax.Array  # [query blocks, K, R * queries, H]
     k: jax.Array  # [key blocks, K, keys, H]
     v: jax.Array  # [key blocks, K, keys, H]
-    q_index: jax.Array  # row index of each row of a block of q, int32 [query blocks, R * queries]
-    k_index: jax.Array  # int32 [key blocks, keys]
-    last_query: jax.Array  # int32 [key blocks, keys]
-    q_position: jax.Array | None  # like q_index; None without a window
-    last_position: jax.Array | None  # like last_query; None without a window
+    of_queries: tuple[jax.Array, ...]  # for masks.sees, int32 [query blocks, R * queries]
+    of_keys: tuple[jax.Array, ...]  # for masks.sees, int32 [key blocks, keys]
     live: jax.Array  # whether a query may see a key, bool [query blocks, key blocks]
 
     def scores(
@@ -49,13 +46,7 @@ class _Blocks(NamedTuple):
         With `keys_first` both are transposed, to [K, keys, R * queries].
         """
         q, k = _block(self.q, i), _block(self.k, j)
-        mask = masks.visible(
-            self.q_index[i],
-            self.k_index[j],
-            self.last_query[j],
-            None if self.q_position is None else self.q_position[i],
-            None if self.last_position is None else self.last_position[j],
-        )
+        mask = masks.visible([x[i] for x in self.of_queries], [x[j] for x in self.of_keys])
         scale = q.shape[-1] ** -0.5
         if keys_first:
             return blocks.einsum("ksh,kqh->ksq", k, q) * scale, mask.T
@@ -102,21 +93,16 @@ def _in_blocks(inputs: Inputs, block: int) -> _Blocks:
     """Split a row into blocks of queries and of keys; `block` is as in `forward`."""
     block_q, block_k = _query_block(inputs, block), min(block or _KEYS, len(inputs.k))
     padded = blocks.pad_inputs(inputs, block_q, block_k)
-    of_queries = padded.q_index, padded.q_position
-    of_keys = padded.k_index, padded.last_query, padded.last_position
-    q_index, q_position = jax.tree.map(lambda x: _split(x, block_q), of_queries)
-    k_index, last_query, last_position = jax.tree.map(lambda x: _split(x, block_k), of_keys)
-    live, _ = masks.live_and_full_blocks(q_index, k_index, last_query, q_position, last_position)
-    rows = (1, inputs.q.shape[2])  # a block of q has the queries of R heads
+    of_queries = [_split(x, block_q) for x in padded.of_queries]
+    of_keys = tuple(_split(x, block_k) for x in padded.of_keys)
+    live, _ = masks.live_and_full_blocks(of_queries, of_keys)
     return _Blocks(
         as_bits(_query_blocks(padded.q, block_q)),
         as_bits(_split(padded.k, block_k).swapaxes(1, 2)),
         as_bits(_split(padded.v, block_k).swapaxes(1, 2)),
-        jnp.tile(q_index, rows),
-        k_index,
-        last_query,
-        None if q_position is None else jnp.tile(q_position, rows),
-        last_position,
+        # A block of q has the queries of R heads.
+        tuple(jnp.tile(x, (1, inputs.q.shape[2])) for x in of_queries),
+        of_keys,
         live,
     )
 

@@ -43,6 +43,5 @@ def backward(
 
 def _scores(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """Return the scaled float32 scores [K, R, Tq, Tk] and the mask, bool [Tq, Tk]."""
-    q, k, _, q_index, k_index, last_query, q_position, last_position = inputs
-    scores = einsum("qkrh,skh->krqs", q, k) * q.shape[-1] ** -0.5
-    return scores, masks.visible(q_index, k_index, last_query, q_position, last_position)
+    scores = einsum("qkrh,skh->krqs", inputs.q, inputs.k) * inputs.q.shape[-1] ** -0.5
+    return scores, masks.visible(inputs.of_queries, inputs.of_keys)

@@ -46,6 +46,17 @@ class Inputs(NamedTuple):
     q_position: jax.Array | None = None
     last_position: jax.Array | None = None
 
+    @property
+    def of_queries(self) -> tuple[jax.Array, ...]:
+        """Numbers of each query that decide what the query sees; see masks.sees."""
+        return tuple(x for x in (self.q_index, self.q_position) if x is not None)
+
+    @property
+    def of_keys(self) -> tuple[jax.Array, ...]:
+        """Numbers of each key that decide which queries see the key; see masks.sees."""
+        numbers = self.k_index, self.last_query, self.last_position
+        return tuple(x for x in numbers if x is not None)
+
 
 class Kernel(NamedTuple):
     """Forward and backward functions of attention for packed rows on one device.

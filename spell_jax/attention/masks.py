@@ -16,6 +16,8 @@ Example, one group with a prompt of 2 tokens and answers of 2 and 1 tokens, then
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
@@ -28,42 +30,41 @@ def row_index(last_query: Int32[Array, "*B T"]) -> Int32[Array, "*B T"]:
     return jnp.broadcast_to(index, last_query.shape)
 
 
-def visible(
-    q_index: Int32[Array, "*B queries"],
-    k_index: Int32[Array, "*B keys"],
-    last_query: Int32[Array, "*B keys"],
-    q_position: Int32[Array, "*B queries"] | None = None,
-    last_position: Int32[Array, "*B keys"] | None = None,
-) -> Bool[Array, "*B queries keys"]:
-    """Return whether each query sees each key; `q_index` and `k_index` are row indices.
+def sees(of_queries: Sequence[Array], of_keys: Sequence[Array]) -> Array:
+    """Return whether queries see keys, bool, for int32 arrays that broadcast.
 
-    Both positions are None in layers without a window.
+    Args:
+      of_queries: row indices, and in layers with a window positions.
+      of_keys: row indices, last_query, and in layers with a window last_position.
     """
-    query = q_index[..., :, None]
-    by_index = (k_index[..., None, :] <= query) & (query <= last_query[..., None, :])
-    if q_position is None or last_position is None:
-        return by_index
-    return by_index & (q_position[..., :, None] <= last_position[..., None, :])
+    key, *limits = of_keys
+    seen = key <= of_queries[0]
+    for number, limit in zip(of_queries, limits, strict=True):
+        seen &= number <= limit
+    return seen
+
+
+def visible(
+    of_queries: Sequence[Int32[Array, "*B queries"]], of_keys: Sequence[Int32[Array, "*B keys"]]
+) -> Bool[Array, "*B queries keys"]:
+    """Return whether each query sees each key; the arguments are those of `sees`."""
+    return sees([x[..., :, None] for x in of_queries], [x[..., None, :] for x in of_keys])
 
 
 def live_and_full_blocks(
-    q_index: Int32[Array, "n queries"],
-    k_index: Int32[Array, "m keys"],
-    last_query: Int32[Array, "m keys"],
-    q_position: Int32[Array, "n queries"] | None = None,
-    last_position: Int32[Array, "m keys"] | None = None,
+    of_queries: Sequence[Int32[Array, "n queries"]], of_keys: Sequence[Int32[Array, "m keys"]]
 ) -> tuple[Bool[Array, "n m"], Bool[Array, "n m"]]:
-    """Classify pairs of blocks, n of queries and m of keys, by the limits of their indices.
+    """Classify pairs of blocks, n of queries and m of keys, by the limits of the numbers in them.
 
-    Returns `live`, whether some query of a block may see a key of the other block, and `full`,
-    whether every query sees every key.
+    The arguments are those of `sees`. Returns `live`, whether some query of a block may see a key
+    of the other block, and `full`, whether every query sees every key.
     """
     # Limits need O(T) work, a test of every query and key O(T^2). A pair that is live by its limits
     # may still hide every key from every query; its scores are then all masked.
-    earliest, latest = q_index.min(1)[:, None], q_index.max(1)[:, None]
-    live = (k_index.min(1) <= latest) & (earliest <= last_query.max(1))
-    full = (k_index.max(1) <= earliest) & (latest <= last_query.min(1))
-    if q_position is not None and last_position is not None:
-        live &= q_position.min(1)[:, None] <= last_position.max(1)
-        full &= q_position.max(1)[:, None] <= last_position.min(1)
+    key, *limits = of_keys
+    lowest, highest = ([f(x, axis=1)[:, None] for x in of_queries] for f in (jnp.min, jnp.max))
+    live, full = key.min(1) <= highest[0], key.max(1) <= lowest[0]
+    for low, high, limit in zip(lowest, highest, limits, strict=True):
+        live &= low <= limit.max(1)
+        full &= high <= limit.min(1)
     return live, full

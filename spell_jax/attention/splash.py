@@ -4,9 +4,9 @@ The stock splash kernels cannot compare a query's index with one number per key 
 These work on one row on one device, which may hold only a part of the row: queries in any order and
 some of the keys. Partial outputs are merged by their log-sum-exp.
 
-1. Queries and keys are cut into blocks. Minima and maxima of q_index and last_query classify each
-   pair of blocks as dead, full (all visible) or partial. `list_pairs` lists the live pairs on the
-   device, one word per pair.
+1. Queries and keys are cut into blocks. Minima and maxima of the numbers that decide who sees whom
+   (masks.sees) classify each pair of blocks as dead, full (all visible) or partial. `list_pairs`
+   lists the live pairs on the device, one word per pair.
 2. The grid of a kernel runs over that list. Its length is a runtime value; its words are prefetched
    to scalar memory and select the blocks to load. Dead pairs cost no step and no load. Full pairs
    are not masked.
@@ -23,7 +23,7 @@ log-sum-exp, delta) are then plain rows, and a head size of 64 wastes no lanes o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -159,27 +159,28 @@ class Pairs(NamedTuple):
 
 
 def list_pairs(
-    q_index: jax.Array,
-    k_index: jax.Array,
-    last_query: jax.Array,
+    of_queries: Sequence[jax.Array],
+    of_keys: Sequence[jax.Array],
     block_q: int,
     block_k: int,
     by_keys: bool,
 ) -> Pairs:
     """List the live pairs of blocks, run by run; `block_q` divides Tq and `block_k` Tk.
 
-    A block without a live pair gets one dead pair. Raises ValueError if there are too many blocks
-    for scalar memory.
+    `of_queries` and `of_keys` are as in masks.sees. A block without a live pair gets one dead pair.
+    Raises ValueError if there are too many blocks for scalar memory.
     """
-    queries = q_index.reshape(-1, block_q)
-    keys, last_query = (x.reshape(-1, block_k) for x in (k_index, last_query))
-    if len(queries) * len(keys) > MOST_PAIRS or max(len(queries), len(keys)) > _MOST:
+    time, keys = len(of_queries[0]), len(of_keys[0])
+    q_blocks, k_blocks = time // block_q, keys // block_k
+    if q_blocks * k_blocks > MOST_PAIRS or max(q_blocks, k_blocks) > _MOST:
         raise ValueError(
-            f"{len(q_index)} queries by {len(k_index)} keys in blocks of {block_q} by {block_k}"
-            f" are {len(queries)} by {len(keys)} blocks; at most {_MOST} a side and {MOST_PAIRS}"
+            f"{time} queries by {keys} keys in blocks of {block_q} by {block_k}"
+            f" are {q_blocks} by {k_blocks} blocks; at most {_MOST} a side and {MOST_PAIRS}"
             " pairs fit scalar memory: take larger blocks, or fewer queries a device"
         )
-    live, full = masks.live_and_full_blocks(queries, keys, last_query)
+    live, full = masks.live_and_full_blocks(
+        [x.reshape(-1, block_q) for x in of_queries], [x.reshape(-1, block_k) for x in of_keys]
+    )
     kind = jnp.where(full, _FULL, jnp.where(live, _PARTIAL, _DEAD))
     kind = kind.T if by_keys else kind
     listed = kind > _DEAD
@@ -214,13 +215,13 @@ def _is_last(word):
 
 
 def _prepare(inputs: Inputs, block: tuple[int, int], by_keys: bool) -> tuple[Pairs, Inputs]:
-    """List the pairs; pad q to [K, R, H, Tq], k and v to [K, Tk, H], indices to [1, T]."""
+    """List the pairs; pad q to [K, R, H, Tq], k and v to [K, Tk, H], int32 arrays to [1, T]."""
     block_q, block_k = _block_size(block[0], len(inputs.q)), _block_size(block[1], len(inputs.k))
-    q, k, v, q_index, k_index, last_query, *_ = common.pad_inputs(inputs, block_q, block_k)
-    pairs = list_pairs(q_index, k_index, last_query, block_q, block_k, by_keys)
-    k, v = (x.transpose(1, 0, 2) for x in (k, v))
-    q_index, k_index, last_query = (x[None] for x in (q_index, k_index, last_query))
-    return pairs, Inputs(q.transpose(1, 2, 3, 0), k, v, q_index, k_index, last_query)
+    padded = common.pad_inputs(inputs, block_q, block_k)
+    pairs = list_pairs(padded.of_queries, padded.of_keys, block_q, block_k, by_keys)
+    k, v = (x.transpose(1, 0, 2) for x in (padded.k, padded.v))
+    numbers = jax.tree.map(lambda x: x[None], padded[3:])
+    return pairs, Inputs(padded.q.transpose(1, 2, 3, 0), k, v, *numbers)
 
 
 def _block_size(wanted_size: int, time: int) -> int:
@@ -267,20 +268,20 @@ def _run_kernel(
     kernel: Callable[..., None],
     pairs: Pairs,
     data: Inputs,
-    inputs: list[tuple[str, jax.Array]],
+    inputs: list[tuple[str, Any]],
     outputs: list[tuple[str, Any]],
     scratch: list[tuple[int, int]],
     interpret: bool | None,
 ) -> tuple[jax.Array, ...]:
     """Run a kernel over the pairs: grid [K, R, pairs], or [K, pairs, R] if `pairs.by_keys`.
 
-    The kernel receives words, q_index, k_index, last_query, inputs, outputs and float32 scratch.
+    The kernel receives words, of_queries, of_keys, inputs, outputs and float32 scratch.
     Inputs and outputs come with their kind, a key of _specs; outputs give only shape and dtype.
     """
     kv_heads, heads, size, _ = data.q.shape
     specs, count = _specs(pairs, size), pairs.count
-    kinds = ("query_numbers", "key_numbers", "key_numbers")
-    inputs = [*zip(kinds, data[3:6], strict=True), *inputs]
+    numbers = [("query_numbers", data.of_queries), ("key_numbers", data.of_keys)]
+    inputs = [*numbers, *inputs]
     grid = (kv_heads, count, heads) if pairs.by_keys else (kv_heads, heads, count)
     run = pl.pallas_call(
         kernel,
@@ -288,7 +289,7 @@ def _run_kernel(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid,
-            in_specs=[specs[kind] for kind, _ in inputs],
+            in_specs=[jax.tree.map(lambda _, kind=kind: specs[kind], x) for kind, x in inputs],
             out_specs=[specs[kind] for kind, _ in outputs],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
@@ -309,16 +310,15 @@ def _run_kernel(
 # The kernels. Blocks in VMEM: queries [H, queries], keys [keys, H] or transposed [H, keys].
 
 
-def _scores(q, k, indices, masked: bool) -> jax.Array:
+def _scores(q, k, of_queries, of_keys, masked: bool) -> jax.Array:
     """Score two blocks: scaled [keys, queries], MASKED where a query does not see a key."""
     # The product is scaled, not q: unless H is a power of 4, scaled bfloat16 queries would lose
     # precision.
     scores = common.dot(k[...], q[...]) * k.shape[1] ** -0.5
     if not masked:
         return scores
-    query, key, last_query = (x[...] for x in indices)
-    key, last_query = key.reshape(-1, 1), last_query.reshape(-1, 1)
-    return jnp.where((key <= query) & (query <= last_query), scores, MASKED)
+    seen = masks.sees([x[...] for x in of_queries], [x[...].reshape(-1, 1) for x in of_keys])
+    return jnp.where(seen, scores, MASKED)
 
 
 def _when_live(word, step: Callable[[bool], None]) -> None:
@@ -328,7 +328,7 @@ def _when_live(word, step: Callable[[bool], None]) -> None:
 
 
 def _forward_kernel(
-    words, q_index, k_index, last_query, q, k, v_transposed, out, lse, top, total, summed
+    words, of_queries, of_keys, q, k, v_transposed, out, lse, top, total, summed
 ) -> None:
     """Run forward, grid [K, R, pairs]: out, summed [H, queries]; lse, top, total [1, queries]."""
     word = words[pl.program_id(2)]
@@ -341,7 +341,7 @@ def _forward_kernel(
         summed[...] = jnp.zeros(summed.shape, jnp.float32)
 
     def step(masked: bool) -> None:
-        scores = _scores(q, k, (q_index, k_index, last_query), masked)
+        scores = _scores(q, k, of_queries, of_keys, masked)
         new_top = jnp.maximum(top[...], jnp.max(scores, axis=0, keepdims=True))
         weights = jnp.exp(scores - new_top)
         shrink = jnp.exp(top[...] - new_top)
@@ -361,7 +361,7 @@ def _forward_kernel(
 
 
 def _dq_kernel(
-    words, q_index, k_index, last_query, q, k, k_transposed, v, d_out, lse, delta, dq, summed
+    words, of_queries, of_keys, q, k, k_transposed, v, d_out, lse, delta, dq, summed
 ) -> None:
     """Compute dq [H, queries] of the backward pass, grid [K, R, pairs]."""
     word = words[pl.program_id(2)]
@@ -371,7 +371,7 @@ def _dq_kernel(
         summed[...] = jnp.zeros(summed.shape, jnp.float32)
 
     def step(masked: bool) -> None:
-        scores = _scores(q, k, (q_index, k_index, last_query), masked)
+        scores = _scores(q, k, of_queries, of_keys, masked)
         weights = jnp.exp(scores - lse[...])
         d_scores = weights * (common.dot(v[...], d_out[...]) - delta[...])
         summed[...] += common.dot(k_transposed[...], d_scores.astype(k_transposed.dtype))
@@ -385,7 +385,7 @@ def _dq_kernel(
 
 
 def _dkv_kernel(
-    words, q_index, k_index, last_query, q, k, v, d_out, lse, delta, dk, dv, sum_k, sum_v
+    words, of_queries, of_keys, q, k, v, d_out, lse, delta, dk, dv, sum_k, sum_v
 ) -> None:
     """Compute dk and dv [keys, H] of the backward pass, grid [K, pairs, R], summed over R heads."""
     word = words[pl.program_id(1)]
@@ -397,7 +397,7 @@ def _dkv_kernel(
         sum_v[...] = jnp.zeros(sum_v.shape, jnp.float32)
 
     def step(masked: bool) -> None:
-        scores = _scores(q, k, (q_index, k_index, last_query), masked)
+        scores = _scores(q, k, of_queries, of_keys, masked)
         weights = jnp.exp(scores - lse[...])
         sum_v[...] += common.dot(weights.astype(d_out.dtype), d_out[...], b_transposed=True)
         d_scores = weights * (common.dot(v[...], d_out[...]) - delta[...])

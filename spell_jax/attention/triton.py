@@ -3,9 +3,10 @@
 The kernels work on one row on one device, which may hold only a part of the row, in any order:
 queries and keys carry their row indices. Partial outputs are merged by their log-sum-exp.
 
-1. Queries and keys are cut into blocks. Minima and maxima of q_index and last_query classify each
-   pair of blocks as dead, full (all visible) or partial. For each block of queries, the device
-   lists its blocks of keys: full ones first, then partial ones (`list_pairs`).
+1. Queries and keys are cut into blocks. Minima and maxima of the numbers that decide who sees whom
+   (masks.sees) classify each pair of blocks as dead, full (all visible) or partial. For each block
+   of queries, the device lists its blocks of keys: full ones first, then partial ones
+   (`list_pairs`).
 2. Forward: a program handles one block of queries of one head. It walks through its list with an
    online softmax, first through full pairs without a mask, then through partial ones.
 3. Backward: two kernels, so that nothing larger than the gradients is stored. One computes dq by
@@ -31,7 +32,7 @@ natural.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -123,14 +124,14 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute Kernel.backward for one row; options and errors as in forward."""
     (time, kv_heads, heads, size), keys = inputs.q.shape, len(inputs.k)
-    of_queries = lse, delta, d_out.astype(inputs.q.dtype)
+    gradients = lse, delta, d_out.astype(inputs.q.dtype)
     tile, pairs, data = _prepare(inputs, tiles, "dq")
     specs = _query_specs(tile, data)
     (dq,) = _run_kernel(
         functools.partial(_dq_kernel, tile.keys, size**-0.5),
         tile,
         grid=(heads, len(pairs), kv_heads),
-        inputs=[(specs["pairs"], pairs), *_array_specs(specs, data, of_queries)],
+        inputs=[(specs["pairs"], pairs), *_array_specs(specs, data, gradients)],
         outputs=[(specs["queries"], data.q)],
         interpret=interpret,
     )
@@ -140,7 +141,7 @@ def backward(
         functools.partial(_dkv_kernel, tile.queries, size**-0.5),
         tile,
         grid=(len(pairs), kv_heads),
-        inputs=[(specs["pairs"], pairs), *_array_specs(specs, data, of_queries)],
+        inputs=[(specs["pairs"], pairs), *_array_specs(specs, data, gradients)],
         outputs=[(specs["keys"], data.k), (specs["keys"], data.v)],
         interpret=interpret,
     )
@@ -148,22 +149,22 @@ def backward(
 
 
 def list_pairs(
-    q_index: jax.Array,
-    k_index: jax.Array,
-    last_query: jax.Array,
+    of_queries: Sequence[jax.Array],
+    of_keys: Sequence[jax.Array],
     block_q: int,
     block_k: int,
     by_keys: bool,
 ) -> jax.Array:
     """List the blocks of keys that each block of queries visits, or with `by_keys` the reverse.
 
-    `block_q` divides Tq and `block_k` Tk. The lists are int32 [lists, 2 + n], with n blocks on the
-    other side: the number of full pairs, the number of live (full or partial) pairs, then block
-    numbers, full, partial and dead (never read), each in ascending order.
+    `of_queries` and `of_keys` are as in masks.sees; `block_q` divides Tq and `block_k` Tk. The
+    lists are int32 [lists, 2 + n], with n blocks on the other side: the number of full pairs, the
+    number of live (full or partial) pairs, then block numbers, full, partial and dead (never read),
+    each in ascending order.
     """
-    queries = q_index.reshape(-1, block_q)
-    keys, last_query = (x.reshape(-1, block_k) for x in (k_index, last_query))
-    live, full = masks.live_and_full_blocks(queries, keys, last_query)
+    live, full = masks.live_and_full_blocks(
+        [x.reshape(-1, block_q) for x in of_queries], [x.reshape(-1, block_k) for x in of_keys]
+    )
     if by_keys:
         live, full = live.T, full.T
     num_blocks = live.shape[1]
@@ -194,7 +195,8 @@ def _prepare(inputs: Inputs, tiles: Tiles | None, kernel: str) -> tuple[Tile, ja
     tile = _fit_tile(getattr(tiles, kernel), len(q), len(k))
     padded = blocks.pad_inputs(inputs, tile.queries, tile.keys)
     q, k, v = (blocks.pad(x, -1, size) for x in padded[:3])
-    pairs = list_pairs(*padded[3:6], tile.queries, tile.keys, by_keys=kernel == "dkv")
+    sides = padded.of_queries, padded.of_keys, tile.queries, tile.keys
+    pairs = list_pairs(*sides, by_keys=kernel == "dkv")
     return tile, pairs, padded._replace(q=q, k=k, v=v)
 
 
@@ -224,8 +226,8 @@ def _query_specs(tile: Tile, data: Inputs) -> dict[str, pl.BlockSpec]:
     last = len(data.q) // tile.queries - 1
     return {
         "pairs": pl.BlockSpec((None, _COUNTS + time // tile.keys), lambda r, i, h: (last - i, 0)),
-        "query_index": pl.BlockSpec((tile.queries,), lambda r, i, h: (last - i,)),
-        "key_index": pl.BlockSpec((time,), lambda r, i, h: (0,)),
+        "query_numbers": pl.BlockSpec((tile.queries,), lambda r, i, h: (last - i,)),
+        "key_numbers": pl.BlockSpec((time,), lambda r, i, h: (0,)),
         "queries": pl.BlockSpec(
             (tile.queries, None, None, size), lambda r, i, h: (last - i, h, r, 0)
         ),
@@ -239,26 +241,26 @@ def _key_specs(tile: Tile, data: Inputs) -> dict[str, pl.BlockSpec]:
     time, _, heads, size = data.q.shape
     return {
         "pairs": pl.BlockSpec((None, _COUNTS + time // tile.queries), lambda j, h: (j, 0)),
-        "query_index": pl.BlockSpec((time,), lambda j, h: (0,)),
-        "key_index": pl.BlockSpec((tile.keys,), lambda j, h: (j,)),
+        "query_numbers": pl.BlockSpec((time,), lambda j, h: (0,)),
+        "key_numbers": pl.BlockSpec((tile.keys,), lambda j, h: (j,)),
         "queries": pl.BlockSpec((time, None, heads, size), lambda j, h: (0, h, 0, 0)),
         "statistics": pl.BlockSpec((None, heads, time), lambda j, h: (h, 0, 0)),
         "keys": pl.BlockSpec((tile.keys, None, size), lambda j, h: (j, h, 0)),
     }
 
 
-def _array_specs(specs, data: Inputs, of_queries=()) -> list[tuple[pl.BlockSpec, jax.Array]]:
-    """Pair arrays of a kernel with specs; backward also gets lse, delta and d_out, unpadded."""
-    q, k, v, *indices = data[:6]
+def _array_specs(specs, data: Inputs, backward=()) -> list[tuple[Any, Any]]:
+    """Pair arrays of a kernel with specs; `backward` has lse, delta and d_out, unpadded."""
     arrays = [
-        *zip((specs["query_index"], specs["key_index"], specs["key_index"]), indices, strict=True),
-        (specs["queries"], q),
-        (specs["keys"], k),
-        (specs["keys"], v),
+        (tuple(specs["query_numbers"] for _ in data.of_queries), data.of_queries),
+        (tuple(specs["key_numbers"] for _ in data.of_keys), data.of_keys),
+        (specs["queries"], data.q),
+        (specs["keys"], data.k),
+        (specs["keys"], data.v),
     ]
-    if of_queries:
-        lse, delta, d_out = of_queries
-        widths = [(0, n - m) for n, m in zip(q.shape, d_out.shape, strict=True)]
+    if backward:
+        lse, delta, d_out = backward
+        widths = [(0, n - m) for n, m in zip(data.q.shape, d_out.shape, strict=True)]
         time = ((0, 0), (0, 0), widths[0])
         arrays += [
             (specs["statistics"], jnp.pad(lse, time, constant_values=-MASKED)),
@@ -272,11 +274,11 @@ def _run_kernel(
     kernel: Callable[..., None],
     tile: Tile,
     grid: tuple[int, ...],
-    inputs: list[tuple[pl.BlockSpec, jax.Array]],
+    inputs: list[tuple[Any, Any]],
     outputs: list[tuple[pl.BlockSpec, Any]],
     interpret: bool | None,
 ) -> tuple[jax.Array, ...]:
-    """Run a kernel; `outputs` give the shape and dtype of each output."""
+    """Run a kernel on arrays or tuples of arrays; `outputs` give each output's shape and dtype."""
     run = pl.pallas_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in outputs],
@@ -294,9 +296,19 @@ def _run_kernel(
 # the other side.
 
 
-def _mask(scores, query, key, last_query) -> jax.Array:
+def _mask(scores, of_queries, of_keys) -> jax.Array:
     """Set scores to MASKED where a query does not see a key; the arguments broadcast."""
-    return jnp.where((key <= query) & (query <= last_query), scores, MASKED)
+    return jnp.where(masks.sees(of_queries, of_keys), scores, MASKED)
+
+
+def _rows(references, block: Any = ...) -> list[jax.Array]:
+    """Load a block of each array [T] as a row [1, block]."""
+    return [x[block][None, :] for x in references]
+
+
+def _columns(references, block: Any = ...) -> list[jax.Array]:
+    """Load a block of each array [T] as a column [block, 1]."""
+    return [x[block][:, None] for x in references]
 
 
 def _walk(pairs, step: Callable[..., Any], state: Any, repeats: int = 1) -> Any:
@@ -306,15 +318,15 @@ def _walk(pairs, step: Callable[..., Any], state: Any, repeats: int = 1) -> Any:
     return lax.fori_loop(full, live, functools.partial(step, True), state)
 
 
-def _forward_kernel(block_k, scale, pairs, q_index, k_index, last_query, q, k, v, out, lse) -> None:
+def _forward_kernel(block_k, scale, pairs, of_queries, of_keys, q, k, v, out, lse) -> None:
     """Run forward, grid [R, query blocks, K]: q, out [queries, H]; k, v [Tk, H]; lse [queries]."""
-    queries, query = q[...], q_index[...][:, None]
+    queries, query_numbers = q[...], _columns(of_queries)
 
     def step(masked: bool, n, state: blocks.Softmax):
         keys = pl.ds(pairs[_COUNTS + n] * block_k, block_k)
         scores = blocks.dot(queries, k[keys, :], b_transposed=True) * (scale * blocks.LOG2_E)
         if masked:
-            scores = _mask(scores, query, k_index[keys][None, :], last_query[keys][None, :])
+            scores = _mask(scores, query_numbers, _rows(of_keys, keys))
         values = v[keys, :]
         return state.add(scores, lambda w: blocks.dot(w.astype(v.dtype), values), base2=True)
 
@@ -324,11 +336,9 @@ def _forward_kernel(block_k, scale, pairs, q_index, k_index, last_query, q, k, v
     out[...] = softmax_out.astype(out.dtype)
 
 
-def _dq_kernel(
-    block_k, scale, pairs, q_index, k_index, last_query, q, k, v, lse, delta, d_out, dq
-) -> None:
+def _dq_kernel(block_k, scale, pairs, of_queries, of_keys, q, k, v, lse, delta, d_out, dq) -> None:
     """Compute dq (backward), grid and shapes as forward; d_out [queries, H]; delta [queries]."""
-    queries, query = q[...], q_index[...][:, None]
+    queries, query_numbers = q[...], _columns(of_queries)
     lse2, own_delta, d_outs = lse[...][:, None] * blocks.LOG2_E, delta[...][:, None], d_out[...]
 
     def step(masked: bool, n, total):
@@ -336,7 +346,7 @@ def _dq_kernel(
         keys = k[block, :]
         scores = blocks.dot(queries, keys, b_transposed=True) * (scale * blocks.LOG2_E)
         if masked:
-            scores = _mask(scores, query, k_index[block][None, :], last_query[block][None, :])
+            scores = _mask(scores, query_numbers, _rows(of_keys, block))
         d_weights = blocks.dot(d_outs, v[block, :], b_transposed=True)
         d_scores = jnp.exp2(scores - lse2) * (d_weights - own_delta)
         return total + blocks.dot(d_scores.astype(k.dtype), keys)
@@ -347,15 +357,14 @@ def _dq_kernel(
 
 
 def _dkv_kernel(
-    block_q, scale, pairs, q_index, k_index, last_query, q, k, v, lse, delta, d_out, dk, dv
+    block_q, scale, pairs, of_queries, of_keys, q, k, v, lse, delta, d_out, dk, dv
 ) -> None:
     """Compute dk and dv of the backward pass, grid [key blocks, K].
 
     Shapes: k, v, dk and dv [keys, H]; q and d_out [Tq, R, H]; lse and delta [R, Tq]. Scores are
     transposed, [keys, queries], as the products for dk and dv need them.
     """
-    keys, values = k[...], v[...]
-    key, last = k_index[...][:, None], last_query[...][:, None]
+    keys, values, key_numbers = k[...], v[...], _columns(of_keys)
     heads = q.shape[1]
 
     def step(masked: bool, n, state):
@@ -366,7 +375,7 @@ def _dkv_kernel(
         queries, d_outs = q[block, head, :], d_out[block, head, :]
         scores = blocks.dot(keys, queries, b_transposed=True) * (scale * blocks.LOG2_E)
         if masked:
-            scores = _mask(scores, q_index[block][None, :], key, last)
+            scores = _mask(scores, _rows(of_queries, block), key_numbers)
         weights = jnp.exp2(scores - lse[head, block][None, :] * blocks.LOG2_E)
         sum_v += blocks.dot(weights.astype(q.dtype), d_outs)
         d_weights = blocks.dot(values, d_outs, b_transposed=True)
