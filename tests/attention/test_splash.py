@@ -27,16 +27,16 @@ def _tensors(rng, queries: int, keys: int, size: int):
 
 
 @functools.partial(jax.jit, static_argnames="blocks")
-def _forward(q, k, v, q_index, k_index, last_query, blocks=BLOCKS):
-    return splash.forward(Inputs(q, k, v, q_index, k_index, last_query), blocks=blocks)
+def _forward(q, k, v, *indices, blocks=BLOCKS):
+    return splash.forward(Inputs(q, k, v, *indices), blocks=blocks)
 
 
 @functools.partial(jax.jit, static_argnames="blocks")
-def _backward(q, k, v, q_index, k_index, last_query, lse, out, d_out, blocks=BLOCKS):
+def _backward(q, k, v, *arrays, blocks=BLOCKS):
+    *indices, lse, out, d_out = arrays
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     delta = delta.transpose(1, 2, 0)
-    inputs = Inputs(q, k, v, q_index, k_index, last_query)
-    return splash.backward(inputs, lse, delta, d_out, blocks=blocks)
+    return splash.backward(Inputs(q, k, v, *indices), lse, delta, d_out, blocks=blocks)
 
 
 def _check(tensors, indices, blocks=BLOCKS) -> None:
@@ -51,6 +51,20 @@ def test_packed_rows_equal_dense(size: int, seed: int) -> None:
     index, last_query = np.arange(TIME, dtype=np.int32), packed_rows.packed_row(rng, TIME, UNIT)
     assert len(np.unique(last_query)) > 5 and last_query[0] == last_query[255]  # full pairs
     _check(_tensors(rng, TIME, TIME, size), (index, index, last_query))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1, 30, 200, 2**30])
+def test_windows_equal_dense(window: int) -> None:
+    """Queries and keys are parts of a row in any order; answers restart after their prompt."""
+    rng = np.random.default_rng(window % 7)
+    last_query = packed_rows.packed_row(rng, TIME, UNIT)
+    position = packed_rows.positions(last_query)
+    q_index = np.arange(TIME, dtype=np.int32)
+    k_index = np.r_[rng.permutation(256), 256:TIME].astype(np.int32)
+    numbers = last_query[k_index], position, position[k_index] + (window - 1)
+    tensors = _tensors(rng, TIME, TIME, 64)
+    _check(tensors, (q_index, k_index, *numbers))
 
 
 @pytest.mark.slow
@@ -157,18 +171,20 @@ def test_dead_blocks_are_never_read() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by_keys", [False, True])
-def test_pair_list_holds_the_live_block_pairs_in_runs(by_keys: bool) -> None:
+@pytest.mark.parametrize("window", [None, 256])
+def test_pair_list_holds_the_live_block_pairs_in_runs(by_keys: bool, window: int | None) -> None:
     rng = np.random.default_rng(9)
     index, last_query = np.arange(1024, dtype=np.int32), packed_rows.packed_row(rng, 1024, UNIT)
     last_query[600:] = -1
-    arrays = [jnp.asarray(array) for array in (index, index, last_query)]
+    position = packed_rows.positions(last_query)
+    of_queries, of_keys = [index], [index, last_query]
+    if window is not None:
+        of_queries, of_keys = [index, position], [*of_keys, position + (window - 1)]
+    arrays = (list(map(jnp.asarray, numbers)) for numbers in (of_queries, of_keys))
     pairs = splash.list_pairs(*arrays, 64, 128, by_keys)
     words = [int(word) for word in np.asarray(pairs.words)[: int(pairs.count)]]
-    visible = (
-        packed_rows.visible_mask(index, index, last_query)
-        .reshape(16, 64, 8, 128)
-        .transpose(0, 2, 1, 3)
-    )
+    mask = packed_rows.visible_mask(index, *of_keys[:2], *of_queries[1:], *of_keys[2:])
+    visible = mask.reshape(16, 64, 8, 128).transpose(0, 2, 1, 3)
     any_visible, every = visible.any(axis=(2, 3)), visible.all(axis=(2, 3))
     assert every.any()
     places = [(word >> 17, word >> 4 & 8191) for word in words]
@@ -207,17 +223,20 @@ def test_rows_with_different_masks_under_lax_map_equal_dense() -> None:
         packed_rows.close(row, packed_rows.dense(q, k, v, index, index, last_query)[0])
 
 
+@pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_lowers_for_tpu_without_one(dtype) -> None:
+def test_lowers_for_tpu_without_one(dtype, windows: bool) -> None:
     q = jax.ShapeDtypeStruct((4096, KV_HEADS, 7, 64), dtype)
     k = jax.ShapeDtypeStruct((8192, KV_HEADS, 64), dtype)
     numbers = jax.ShapeDtypeStruct((KV_HEADS, 7, 4096), jnp.float32)
     q_index, last_query = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (4096, 8192))
 
+    positions = (q_index, last_query) if windows else ()
+
     def lowered(f, *args) -> str:
         f = jax.jit(functools.partial(f, interpret=False))
         return (
-            f.trace(Inputs(q, k, k, q_index, last_query, last_query), *args)
+            f.trace(Inputs(q, k, k, q_index, last_query, last_query, *positions), *args)
             .lower(lowering_platforms=("tpu",))
             .as_text()
         )
@@ -236,4 +255,4 @@ def test_blocks_fit_the_row_and_invalid_sizes_are_rejected() -> None:
     index = jax.ShapeDtypeStruct((2**20,), jnp.int32)
     pairs = functools.partial(splash.list_pairs, block_q=1024, block_k=1024, by_keys=False)
     with pytest.raises(ValueError, match="1024 by 1024 blocks"):
-        jax.eval_shape(lambda *x: pairs(*x).words, index, index, index)
+        jax.eval_shape(lambda *x: pairs(*x).words, [index], [index, index])

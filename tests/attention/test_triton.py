@@ -35,15 +35,15 @@ def _tensors(queries=TIME, keys=TIME, kv_heads=2, heads=2, size=64, seed=0):
 
 
 @functools.partial(jax.jit, static_argnames="tiles")
-def _forward(q, k, v, q_index, k_index, last_query, tiles=None):
-    return triton.forward(Inputs(q, k, v, q_index, k_index, last_query), tiles=tiles)
+def _forward(q, k, v, *indices, tiles=None):
+    return triton.forward(Inputs(q, k, v, *indices), tiles=tiles)
 
 
 @functools.partial(jax.jit, static_argnames="tiles")
-def _backward(q, k, v, q_index, k_index, last_query, lse, out, d_out, tiles=None):
+def _backward(q, k, v, *arrays, tiles=None):
+    *indices, lse, out, d_out = arrays
     delta = jnp.einsum("qkrh,qkrh->krq", d_out.astype(jnp.float32), out.astype(jnp.float32))
-    inputs = Inputs(q, k, v, q_index, k_index, last_query)
-    return triton.backward(inputs, lse, delta, d_out, tiles=tiles)
+    return triton.backward(Inputs(q, k, v, *indices), lse, delta, d_out, tiles=tiles)
 
 
 def _out_and_gradients(tensors, indices, tiles: Tiles | None = None):
@@ -71,6 +71,19 @@ def test_packed_rows_equal_dense(size: int, kv_heads: int, heads: int, seed: int
     assert len(np.unique(last_query)) > 5 and last_query[-1] == -1
     assert last_query[0] == last_query[64] >= 128  # full pairs
     _check(_tensors(kv_heads=kv_heads, heads=heads, size=size, seed=seed), indices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1, 10, 100, 2**30])
+def test_windows_equal_dense(window: int) -> None:
+    """Queries and keys are in any order; answers restart after their prompt."""
+    rng = np.random.default_rng(window % 7)
+    _, index, last_query = _row(window % 7)
+    position = packed_rows.positions(last_query)
+    k_index = np.r_[rng.permutation(64), 64:TIME].astype(np.int32)
+    numbers = last_query[k_index], position, position[k_index] + (window - 1)
+    tiles = UNEQUAL if window == 10 else None
+    _check(_tensors(seed=window % 7), (index, k_index, *numbers), tiles)
 
 
 @pytest.mark.slow
@@ -177,16 +190,22 @@ def test_full_block_pairs_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by_keys", [False, True])
-def test_pair_lists_hold_the_live_block_pairs(by_keys: bool) -> None:
+@pytest.mark.parametrize("window", [None, 50])
+def test_pair_lists_hold_the_live_block_pairs(by_keys: bool, window: int | None) -> None:
     index, last_query = (
         np.arange(1024, dtype=np.int32),
         packed_rows.packed_row(np.random.default_rng(9), 1024, UNIT),
     )
     last_query[600:] = -1
     block_q, block_k = 16, 32
-    arrays = [jnp.asarray(array) for array in (index, index, last_query)]
+    of_queries, of_keys = [index], [index, last_query]
+    if window is not None:
+        position = packed_rows.positions(last_query)
+        of_queries, of_keys = [index, position], [*of_keys, position + (window - 1)]
+    arrays = (list(map(jnp.asarray, numbers)) for numbers in (of_queries, of_keys))
     pairs = np.asarray(triton.list_pairs(*arrays, block_q, block_k, by_keys))
-    visible = packed_rows.visible_mask(index, index, last_query).reshape(64, 16, 32, 32)
+    mask = packed_rows.visible_mask(index, *of_keys[:2], *of_queries[1:], *of_keys[2:])
+    visible = mask.reshape(64, 16, 32, 32)
     any_visible, every = visible.any(axis=(1, 3)), visible.all(axis=(1, 3))
     if by_keys:
         any_visible, every = any_visible.T, every.T
@@ -216,7 +235,9 @@ def test_vmapped_rows_with_padded_head_size_equal_dense() -> None:
             packed_rows.close(x[n], y)
 
 
-def _abstract(dtype, size: int, kv_heads: int = 4, heads: int = 7, rows: tuple[int, ...] = ()):
+def _abstract(
+    dtype, size: int, kv_heads: int = 4, heads: int = 7, rows: tuple[int, ...] = (), windows=False
+):
     """Return shapes of backward's arguments for LONG tokens; the first is forward's argument."""
 
     def array(shape, dtype):
@@ -224,21 +245,21 @@ def _abstract(dtype, size: int, kv_heads: int = 4, heads: int = 7, rows: tuple[i
 
     q, k = (array((LONG, kv_heads, *n, size), dtype) for n in ((heads,), ()))
     index, numbers = array((LONG,), jnp.int32), array((kv_heads, heads, LONG), jnp.float32)
-    return Inputs(q, k, k, index, index, index), numbers, numbers, q
+    return Inputs(q, k, k, *[index] * (5 if windows else 3)), numbers, numbers, q
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size", "rows"),
+    ("dtype", "size", "rows", "windows"),
     [
-        (jnp.bfloat16, 64, ()),
-        (jnp.bfloat16, 128, ()),
-        (jnp.bfloat16, 128, (2,)),
-        (jnp.float32, 64, ()),
-        (jnp.float32, 128, ()),
+        (jnp.bfloat16, 64, (), False),
+        (jnp.bfloat16, 128, (), False),
+        (jnp.bfloat16, 128, (2,), True),
+        (jnp.float32, 64, (), True),
+        (jnp.float32, 128, (), False),
     ],
 )
-def test_lowers_for_gpu_without_one(dtype, size: int, rows: tuple[int, ...]) -> None:
-    args = _abstract(dtype, size, rows=rows)
+def test_lowers_for_gpu_without_one(dtype, size: int, rows: tuple[int, ...], windows: bool) -> None:
+    args = _abstract(dtype, size, rows=rows, windows=windows)
     for f, inputs, kernels in (
         (triton.forward, args[:1], ["_forward_kernel"]),
         (triton.backward, args, ["_dq_kernel", "_dkv_kernel"]),
@@ -255,7 +276,7 @@ def test_lowers_for_gpu_without_one(dtype, size: int, rows: tuple[int, ...]) -> 
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_default_tiles_compile_for_gpu_without_one(dtype, size: int) -> None:
-    args = _abstract(dtype, size)
+    args = _abstract(dtype, size, windows=True)
     programs.compile_for_gpu(functools.partial(triton.forward, interpret=False), args[0])
     programs.compile_for_gpu(functools.partial(triton.backward, interpret=False), *args)
 
