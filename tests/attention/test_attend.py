@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,10 @@ from jax.sharding import PartitionSpec
 from spell_jax.attention import attend, chunked, context, masks
 from spell_jax.attention import kernel as kernels
 from spell_jax.learner import context_layout
+from spell_jax.policy.config import UNLIMITED
 from spell_jax.runtime import mesh as meshes
 from tests import programs
+from tests.attention import packed_rows
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 # (prompt, answers) of the groups of a row; the rest is padding.
@@ -44,6 +47,9 @@ def _last_query(groups: list[tuple[int, list[int]]]) -> np.ndarray:
 LAST_QUERY = jnp.asarray(np.stack([_last_query(groups) for groups in ROWS.values()]))
 INDEX = (masks.row_index(LAST_QUERY),) * 2
 REAL = np.asarray(LAST_QUERY >= 0)[..., None, None]
+POSITIONS = jnp.asarray(np.stack([packed_rows.positions(np.asarray(x)) for x in LAST_QUERY]))
+# One token, a part of a chunk or block, more than most prompts, longer than a row, no window.
+WINDOWS = (1, 7, 40, 500, UNLIMITED)
 
 
 @functools.cache
@@ -56,26 +62,48 @@ def _inputs(kv_heads: int = KV_HEADS) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def _out_and_gradients(run, q, k, v) -> tuple[jax.Array, ...]:
     """Return (output of real queries, gradients of sum(sin(output)) by q, k and v)."""
+    return _program(run)(q, k, v)
 
-    def value(q, k, v):
-        out = jnp.where(REAL, run(q, k, v, *INDEX, LAST_QUERY), 0.0)
+
+def _program(run):
+    """Return the jitted function of q, k, v and arrays of a window, see _out_and_gradients."""
+
+    def value(q, k, v, *window):
+        out = jnp.where(REAL, run(q, k, v, *INDEX, LAST_QUERY, *window), 0.0)
         return jnp.sum(jnp.sin(out)), out
 
-    (_, out), gradients = jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))(q, k, v)
-    return out, *gradients
+    @jax.jit
+    def out_and_gradients(*arrays):
+        (_, out), gradients = jax.value_and_grad(value, (0, 1, 2), has_aux=True)(*arrays)
+        return out, *gradients
+
+    return out_and_gradients
 
 
 def _assert_close(arrays, expected_arrays, bound: float = 1e-5) -> None:
     for name, a, b in zip(("out", "dq", "dk", "dv"), arrays, expected_arrays, strict=True):
         assert np.isfinite(a).all(), name
-        assert np.abs(a - b).max() <= bound * np.abs(b).max(), name
+        # Gradients of queries and keys are 0 in a window of one token.
+        assert np.abs(a - b).max() <= bound * max(np.abs(b).max(), 0.1), name
+
+
+def _last_position(window: int) -> jax.Array:
+    return POSITIONS + (window - 1)
+
+
+@functools.cache
+def _expected_with_windows() -> list[tuple[jax.Array, ...]]:
+    program = _program(_reference)
+    return [program(*_inputs(), POSITIONS, _last_position(window)) for window in WINDOWS]
 
 
 def _reference(q, k, v, *indices) -> jax.Array:
     """Attend by the full softmax, differentiated by JAX and not by a custom rule."""
     groups = q.reshape(*k.shape[:3], -1, SIZE)
     scores = jnp.einsum("bqkrh,bskh->bkrqs", groups, k) * SIZE**-0.5
-    visible = masks.visible(*indices)[:, None, None]
+    q_index, k_index, last_query, *window = indices
+    of_queries, of_keys = [q_index, *window[:1]], [k_index, last_query, *window[1:]]
+    visible = masks.visible(of_queries, of_keys)[:, None, None]
     weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
     return jnp.einsum("bkrqs,bskh->bqkrh", weights, v).reshape(q.shape)
 
@@ -105,12 +133,26 @@ def test_every_kernel_equals_the_reference(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", list(BOUNDS))
+def test_every_kernel_with_windows_equals_the_reference(name: str) -> None:
+    program = _program(_kernel(name))
+    for window, expected_arrays in zip(WINDOWS, _expected_with_windows(), strict=True):
+        arrays = program(*_inputs(), POSITIONS, _last_position(window))
+        _assert_close(arrays, expected_arrays, BOUNDS[name])
+    outs = [np.asarray(arrays[0]) for arrays in _expected_with_windows()]
+    assert all(np.abs(a - b).max() > 0.1 for a, b in itertools.pairwise(outs[:4]))
+    np.testing.assert_array_equal(outs[3], outs[4])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [16, 64, 171, 512])
 def test_chunked_kernel_with_any_block_size_equals_the_reference(block: int) -> None:
+    kernel = _kernel("chunked", block)
     _assert_close(
-        _out_and_gradients(_kernel("chunked", block), *_inputs()),
-        _out_and_gradients(_reference, *_inputs()),
+        _out_and_gradients(kernel, *_inputs()), _out_and_gradients(_reference, *_inputs())
     )
+    arrays = _program(kernel)(*_inputs(), POSITIONS, _last_position(WINDOWS[1]))
+    _assert_close(arrays, _expected_with_windows()[1])
 
 
 @pytest.mark.slow
@@ -119,7 +161,8 @@ def test_chunked_kernel_accepts_any_last_query() -> None:
     rng = np.random.default_rng(1)
     last_query = jnp.asarray(rng.integers(-1, TIME, size=(2, TIME)), jnp.int32)
     index = (masks.row_index(last_query),) * 2
-    reads = np.asarray(masks.visible(*index, last_query)).any(axis=-1)[..., None, None]
+    mask = masks.visible([index[0]], [index[1], last_query])
+    reads = np.asarray(mask).any(axis=-1)[..., None, None]
     q, k, v = (x[:2] for x in _inputs())
     out = _kernel("chunked", 32)(q, k, v, *index, last_query)
     expected_out = _reference(q, k, v, *index, last_query)
@@ -130,7 +173,7 @@ def test_chunked_kernel_accepts_any_last_query() -> None:
 def test_live_and_full_blocks_of_a_small_example() -> None:
     last_query = jnp.array([5, 5, 3, 3, 5, 5, -1, -1])
     index, last_query = jnp.arange(8).reshape(4, 2), last_query.reshape(4, 2)
-    live, full = masks.live_and_full_blocks(index, index, last_query)
+    live, full = masks.live_and_full_blocks([index], [index, last_query])
     assert live.astype(int).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]
     assert full.astype(int).tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
 
@@ -147,6 +190,20 @@ def test_dead_blocks_are_not_read() -> None:
     poisoned_out = run(q, *poisoned, *index, last_query)
     np.testing.assert_array_equal(poisoned_out[:, 8:], clean_out[:, 8:])
     assert np.isnan(poisoned_out[:, 4:8]).all()
+
+
+@pytest.mark.slow
+def test_blocks_outside_the_window_are_not_read() -> None:
+    """A window of 5 tokens and blocks of 4: queries from 8 on see keys from 4 on."""
+    last_query = jnp.full((1, 12), 11)
+    q, k, v = (x[:1, :12] for x in _inputs())
+    index = masks.row_index(last_query)
+    numbers = index, index, last_query, index, index + 4
+    run = _kernel("chunked", 4)
+    clean_out = run(q, k, v, *numbers)
+    poisoned_out = run(q, *(x.at[:, :4].set(jnp.nan) for x in (k, v)), *numbers)
+    np.testing.assert_array_equal(poisoned_out[:, 8:], clean_out[:, 8:])
+    assert np.isnan(poisoned_out[:, :8]).all()
 
 
 @pytest.mark.slow
@@ -194,6 +251,18 @@ def test_sharded_attention_equals_one_device(shape: dict[str, int]) -> None:
     assert "all_gather" not in program and "all_to_all" not in program
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_sharded_attention_with_windows_equals_one_device(shape: dict[str, int]) -> None:
+    def run(q, k, v, index, _, last_query, window):
+        return attend.attend(q, k, v, last_query, index, "chunked", False, POSITIONS, window)
+
+    with jax.set_mesh(meshes.make_mesh(shape)):
+        program = _program(run)
+        for window, expected_arrays in zip(WINDOWS, _expected_with_windows(), strict=True):
+            _assert_close(program(*_inputs(), jnp.int32(window)), expected_arrays)
+
+
 DEVICES = 4
 DEALT_TIME = 172  # a multiple of DEVICES
 
@@ -204,6 +273,34 @@ def _dealt(x, order):
     return jnp.stack([row[o] for row, o in zip(x, order, strict=True)])
 
 
+@functools.cache
+def _orders() -> list[np.ndarray]:
+    """Return packing's order of the tokens of each row."""
+    orders = []
+    for groups in ROWS.values():
+        is_answer, start = np.zeros(DEALT_TIME, bool), 0
+        for prompt, answers in groups:
+            is_answer[start + prompt : start + prompt + sum(answers)] = True
+            start += prompt + sum(answers)
+        orders.append(context_layout.order(is_answer, start, DEVICES))
+    return orders
+
+
+def _run_dealt(name: str, ring: bool = False):
+    """Return attention of rows whose tokens are in packing's order, as a function for _program."""
+    orders = _orders()
+    index, last_query = jnp.asarray(np.stack(orders)), _dealt(LAST_QUERY, orders)
+    back = [np.argsort(o)[:TIME] for o in orders]
+
+    def run(q, k, v, *rest):
+        window = (_dealt(POSITIONS, orders), rest[3]) if len(rest) > 3 else ()
+        dealt = (_dealt(x, orders) for x in (q, k, v))
+        out = attend.attend(*dealt, last_query, index, name, ring, *window)
+        return jnp.stack([row[b] for row, b in zip(out, back, strict=True)])
+
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(attend.KERNELS))
 @pytest.mark.parametrize("ring", [False, True])
@@ -212,31 +309,68 @@ def test_context_parallel_attention_equals_one_device(
     name: str, ring: bool, shape: dict[str, int]
 ) -> None:
     """Shard tokens in packing's order; keys and values are gathered or sent around a ring."""
-    order = []
-    for groups in ROWS.values():
-        is_answer, start = np.zeros(DEALT_TIME, bool), 0
-        for prompt, answers in groups:
-            is_answer[start + prompt : start + prompt + sum(answers)] = True
-            start += prompt + sum(answers)
-        order.append(context_layout.order(is_answer, start, DEVICES))
-    index, last_query = jnp.asarray(np.stack(order)), _dealt(LAST_QUERY, order)
-    back = [np.argsort(o)[:TIME] for o in order]
-
-    def run(q, k, v, *_):
-        dealt = (_dealt(x, order) for x in (q, k, v))
-        out = attend.attend(*dealt, last_query, index, name, ring)
-        return jnp.stack([row[b] for row, b in zip(out, back, strict=True)])
-
     with jax.set_mesh(meshes.make_mesh(shape)):
-        arrays = _out_and_gradients(run, *_inputs())
+        arrays = _out_and_gradients(_run_dealt(name, ring), *_inputs())
     _assert_close(arrays, _out_and_gradients(_reference, *_inputs()), BOUNDS[name])
 
 
-def _collectives(ring: bool) -> list[dict[str, int]]:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(attend.KERNELS))
+@pytest.mark.parametrize("shape", [{"context": DEVICES, "fsdp": 2}, {"context": 4, "tensor": 2}])
+def test_context_parallel_windows_equal_one_device(name: str, shape: dict[str, int]) -> None:
+    """One program for all windows, as for layers; only keys that other devices see travel."""
+    with jax.set_mesh(meshes.make_mesh(shape)):
+        program = _program(_run_dealt(name))
+        for window, expected_arrays in zip(WINDOWS, _expected_with_windows(), strict=True):
+            _assert_close(program(*_inputs(), jnp.int32(window)), expected_arrays, BOUNDS[name])
+
+
+def _rounds(time: int, devices: int, answers: list[int], window: int) -> int:
+    """Count the rounds of keys that travel in a layer, for one group of `time` tokens."""
+    prompt, places = time - sum(answers), np.arange(time)
+    last_query, start = np.full(time, time - 1, np.int32), prompt
+    for length in answers:
+        last_query[start : start + length] = start + length - 1
+        start += length
+    index = context_layout.order(places >= prompt, time, devices)
+    numbers = index, last_query[index], packed_rows.positions(last_query)[index]
+    one_key = jnp.zeros((1, time, 1, 1))
+
+    def count(x, index, last_query, position):
+        indices = index, index, last_query, position, position + (window - 1)
+        traveling = context._Traveling.choose(kernels.Inputs(x[..., None], x, x, *indices))
+        return traveling.rounds[None]
+
+    with jax.set_mesh(meshes.make_mesh({"context": devices, "fsdp": -1})):
+        by_time, whole = PartitionSpec(None, "context"), PartitionSpec("context")
+        run = jax.shard_map(count, in_specs=by_time, out_specs=whole, check_vma=False)
+        counts = jax.jit(run)(one_key, *(jnp.asarray(x[None]) for x in numbers))
+    assert len(set(np.asarray(counts).tolist())) == 1
+    return int(counts[0])
+
+
+@pytest.mark.slow
+def test_keys_travel_only_as_far_as_windows_reach() -> None:
+    """Of 8 devices with 512 tokens each, a round takes 64 keys from each device."""
+    assert _rounds(4096, 8, [], 1) == 0
+    # The end of the early and of the late chunk.
+    assert _rounds(4096, 8, [], 32) == 2
+    assert _rounds(4096, 8, [], 64) == 2
+    assert _rounds(4096, 8, [], 128) == 4
+    # The last device's late chunk comes first, and no query is after the first device's.
+    assert _rounds(4096, 8, [], UNLIMITED) == 8
+    # Answers see the end of the prompt, and a cut answer its own last tokens.
+    assert _rounds(4096, 8, [300] * 8, 32) <= 5
+    # A tree's answers in the order of shards: none but a cut answer's own keys and the prompt's.
+    assert _rounds(4096, 8, [300] * 8, UNLIMITED) < 8
+
+
+def _collectives(ring: bool, windows: bool = False) -> list[dict[str, int]]:
     """Count each collective in the programs of the forward pass and of both passes."""
 
     def total(q, k, v, last_query):
-        return jnp.sum(attend.attend(q, k, v, last_query, name="chunked", ring=ring))
+        window = (last_query, jnp.int32(5)) if windows else ()
+        return jnp.sum(attend.attend(q, k, v, last_query, None, "chunked", ring, *window))
 
     shapes = [jax.ShapeDtypeStruct((2, 64, heads, SIZE), jnp.float32) for heads in (4, 2, 2)]
     last_query = jax.ShapeDtypeStruct((2, 64), jnp.int32)
@@ -268,8 +402,19 @@ def test_collectives_of_ring_attention() -> None:
     ]
 
 
+@pytest.mark.parametrize("ring", [False, True])
+def test_collectives_of_windows_on_a_context_mesh(ring: bool) -> None:
+    """Collectives of both passes: a pass gathers two numbers of queries to choose keys.
+
+    Devices agree on the rounds (all_reduce). Rounds gather k, v and three numbers of each key.
+    """
+    forward = {"all_gather": 2 + 5, "all_reduce": 1}
+    both = {"all_gather": 2 * 7, "all_reduce": 2, "all_to_all": 2}
+    assert _collectives(ring, windows=True) == [forward, both]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("made_of", [context.ring, context.gathered])
+@pytest.mark.parametrize("made_of", [context.ring, context.gathered, context.rounds])
 def test_context_parallel_kernels_keep_the_kernel_contract(made_of) -> None:
     """Queries that see none of a device's keys get zeros and 1e30 from it."""
     kernel = attend.KERNELS["dense"]
@@ -343,7 +488,8 @@ def test_auto_selects_the_kernel_by_length_and_platform() -> None:
 @pytest.mark.slow
 def test_packed_training_rows_use_the_named_kernel() -> None:
     q, k, v, *_ = _inputs()
-    packed, nothing = attend.packed("chunked")(q, k, v, None, {"last_query": LAST_QUERY})
+    arrays = {"last_query": LAST_QUERY, "positions": POSITIONS}
+    packed, nothing = attend.packed("chunked")(q, k, v, None, arrays)
     assert nothing is None
     np.testing.assert_array_equal(packed, attend.attend(q, k, v, LAST_QUERY, name="chunked"))
     assert attend.packed("chunked") is attend.packed("chunked")
