@@ -33,6 +33,7 @@ POLICIES = {
     "experts": dataclasses.replace(tiny.POLICY, qkv_bias=False, qk_norm=True, **EXPERTS),
     "adapters": dataclasses.replace(tiny.POLICY, lora=LoraConfig(rank=4, alpha=4.0)),
     "untied": dataclasses.replace(tiny.POLICY, tied_embeddings=False),
+    "windows": dataclasses.replace(tiny.POLICY, window=5, window_layers=(1,)),
 }
 PACKINGS = {
     "one micro-batch": PackingConfig((Bucket(48, 32),), 384),

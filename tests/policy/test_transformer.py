@@ -11,6 +11,7 @@ import pytest
 from spell_jax.attention import attend
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.rope import RopeConfig
 from tests import programs, tiny
 
 TOKENS = np.random.default_rng(0).integers(0, 64, size=(2, 20)).astype(np.int32)
@@ -50,7 +51,16 @@ def test_logits_are_causal() -> None:
     assert np.abs(before[:, 12:] - after[:, 12:]).max(axis=-1).min() > 1e-4
 
 
-def test_packed_answers_score_as_if_each_were_alone() -> None:
+# Windows that begin in the prompt, in an answer or before the row, and a layer without a window.
+WINDOWS = dataclasses.replace(
+    tiny.POLICY, layers=3, window=4, window_layers=(0, 2), window_rope=RopeConfig(theta=100.0)
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kernel"), [(tiny.POLICY, "auto"), (WINDOWS, "dense"), (WINDOWS, "chunked")]
+)
+def test_packed_answers_score_as_if_each_were_alone(policy: PolicyConfig, kernel: str) -> None:
     """Two answers after one prompt score as each would alone."""
     prompt, first, second = TOKENS[0, :6], TOKENS[0, 6:10], TOKENS[1, :5]
     packed = np.concatenate([prompt, first, second])[None]
@@ -60,14 +70,27 @@ def test_packed_answers_score_as_if_each_were_alone() -> None:
     @jax.jit
     def score(params, tokens):
         hidden, *_ = transformer.hidden_states(
-            tiny.POLICY, params, tokens, positions, attend.packed(), context=context
+            policy, params, tokens, positions, attend.packed(kernel), context=context
         )
-        return transformer.unembed(tiny.POLICY, params, hidden)
+        return transformer.unembed(policy, params, hidden)
 
-    packed_logits = np.asarray(score(tiny.weights(), jnp.asarray(packed)))[0]
-    single_logits = logits(tiny.POLICY, tiny.weights(), np.concatenate([prompt, second])[None])[0]
-    np.testing.assert_allclose(packed_logits[10:], single_logits[6:], atol=1e-5)
-    np.testing.assert_allclose(packed_logits[:6], single_logits[:6], atol=1e-5)
+    params = tiny.weights(policy)
+    packed_logits = np.asarray(score(params, jnp.asarray(packed)))[0]
+    for answer, place in ((first, slice(6, 10)), (second, slice(10, 15))):
+        single_logits = logits(policy, params, np.concatenate([prompt, answer])[None])[0]
+        np.testing.assert_allclose(packed_logits[place], single_logits[6:], atol=1e-5)
+        np.testing.assert_allclose(packed_logits[:6], single_logits[:6], atol=1e-5)
+
+
+def test_only_layers_with_a_window_forget_early_tokens() -> None:
+    """Of 2 layers with a window of 4, a token sees 2 * 3 tokens back; a full layer sees all."""
+    changed_tokens = TOKENS.copy()
+    changed_tokens[:, 2] = (changed_tokens[:, 2] + 1) % 64
+    for layers, first_equal in (((0, 1), 9), ((0,), 20), ((1,), 20)):
+        policy = dataclasses.replace(tiny.POLICY, window=4, window_layers=layers)
+        before, after = (logits(policy, tiny.weights(policy), t) for t in (TOKENS, changed_tokens))
+        differs = np.abs(before - after).max(axis=(0, 2)) > 1e-4
+        assert np.flatnonzero(differs).tolist() == list(range(2, first_equal)), layers
 
 
 @pytest.mark.slow
