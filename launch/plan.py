@@ -96,9 +96,11 @@ class _Temporaries:
         return tokens * self.policy.experts_per_token * numbers * self.itemsize
 
     def keys(self) -> int:
-        """Count bytes of K and V on a chip at once: a whole row, or two shards of a ring."""
-        # A ring holds the present shard and receives the next one.
-        share = 2 / self.context if self.policy.ring and self.context > 1 else 1
+        """Count bytes of K and V on a chip at once: a whole row, or two shards."""
+        # A ring holds the present shard and receives the next one. With windows, a round of keys of
+        # all devices is at most one shard.
+        in_shards = self.policy.ring or self.policy.window
+        share = 2 / self.context if in_shards and self.context > 1 else 1
         rows = self.rows if self.context > 1 else 1
         return int(rows * self.row_tokens * share) * 2 * self.key_width * self.itemsize
 

@@ -114,7 +114,8 @@ class PolicyConfig:
       lora: LoRA adapters, the only trained parameters; None trains every parameter.
       attention: attention kernel for training rows and prompts, see attention/attend.py.
       ring: whether keys and values travel around a ring (True) or are all-gathered (False) when the
-        tokens of a row are sharded over devices, see attention/context.py.
+        tokens of a row are sharded over devices, see attention/context.py; without effect if layers
+        have windows.
       remat: values that the backward pass recomputes, see ModelConfig (model.py).
       unused_ids: half-open ranges, in order, of ids below V without a token: gaps of the tokenizer
         and the padding of the tables. Their probability is 0, in sampling and in training.
