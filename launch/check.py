@@ -70,6 +70,7 @@ from spell_jax.runtime.files import hashes, paths
 from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER, CONFIG_FILE
 from spell_jax.sampler import kv_cache
 from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.page_groups import page_groups
 from spell_jax.selfplay.given_questions import read_scorable
 from spell_jax.trainer.build import make_algorithm, make_context
 
@@ -412,7 +413,8 @@ def newest_step(workdir: epath.Path) -> int | None:
 
 def _remarks(checked: Checked, run: RunConfig) -> list[str]:
     config, sampling, lines = checked.config, run.sampler, []
-    shape = sampling.shape(checked.mesh)
+    kinds = () if checked.policy is None else (page_groups(checked.policy).kinds,)
+    shape = sampling.shape(checked.mesh, *kinds)
     slots = shape.slots * meshes.row_shards(checked.mesh)
     if slots != sampling.slots:
         lines.append(

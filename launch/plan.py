@@ -280,10 +280,14 @@ class MemoryPlan:
 
     @property
     def _cached(self) -> int:
-        """KV cache tokens of one prompt with its G answers, in whole pages."""
+        """KV cache tokens of one prompt with its G answers, in whole pages.
+
+        Layers with a window hold only what is in reach.
+        """
         shape, sampler = self.programs.sampler.shape, self.programs.sampler.config
-        answers = self.programs.group * shape.pages_of(sampler.max_tokens)
-        return (shape.pages_of(self.length) + answers) * shape.page_size
+        answers = self.programs.group * shape.answer_pages(sampler.max_tokens)
+        pages = shape.prompt_pages(self.length) + answers
+        return -(-pages // shape.groups) * shape.page_size
 
     def helpful(self) -> Iterator[tuple[str, MemoryPlan]]:
         """Yield (flags, plan) of single changes that lower the largest program's memory."""

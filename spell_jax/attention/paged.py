@@ -3,7 +3,9 @@
 1. A row's page table lists its pages of C tokens in order: page j holds positions j C to
    (j + 1) C - 1. Rows with a common prefix share pages.
 2. The mask is one number per query, the number of leading keys it sees. Within a prompt it grows by
-   one per token; all samples of a prompt see the whole prompt.
+   one per token; all samples of a prompt see the whole prompt. In a layer with a window a second
+   number is the first key that the query sees. Pages before the first key of all queries of a row
+   are cut off its table, so they cost neither a fetch nor a product.
 3. TPUs and NVIDIA GPUs have kernels that read pages in place (paged_tpu.py, paged_triton.py). The
    code here serves CPUs and shapes the kernels do not support. It sorts rows by length and gathers
    a few rows and pages at a time, with an online softmax: cost follows the keys present.
@@ -60,23 +62,34 @@ def attend(
     num_visible: Int32[Array, "M T"],
     share: tuple[Array | int, int] = (0, 1),
     kernel: str = "auto",
+    first_visible: Int32[Array, "M T"] | None = None,
 ) -> tuple[Float32[Array, "M T N H"], Float32[Array, "M T N"]]:
     """Compute softmax attention of rows of queries to the pages of each row.
 
     Args:
-      table: pages of each row in order.
+      table: pages of each row in order. Pages that no query of the row sees may be any page.
       num_visible: number of leading keys of its row that each query sees.
       share: (i, n) if the pool holds only the i-th of n equal parts of every page.
       kernel: "auto" for the platform's kernel if it supports these shapes, or "xla" for
         attend_in_steps.
+      first_visible: first key that each query sees, in layers with a window; a query sees no key if
+        it is `num_visible` or more. None: all queries see their rows from the first key on.
 
     Returns:
       Output and log-sum-exp. A query that sees no key gets output 0 and log-sum-exp UNSEEN, so
       that parts (prompt, suffix) can be merged.
     """
 
+    if first_visible is not None:
+        passed = pages.page_size * share[1]
+        table, num_visible, first_visible = _cut(table, num_visible, first_visible, passed)
+
     def choice(function, **options):
-        return lambda *arrays: function(*arrays[:-1], (arrays[-1], share[1]), **options)
+        def attend_part(*arrays):
+            *arrays, first_visible, part = arrays
+            return function(*arrays, (part, share[1]), first_visible, **options)
+
+        return attend_part
 
     # platform_dependent takes arrays only, so the number of parts, which shapes depend on, is bound
     # here.
@@ -88,12 +101,26 @@ def attend(
         choices["tpu"] = choice(paged_tpu.attend)
     if kernel == "auto" and paged_triton.unsupported(q, pages) is None:
         choices["cuda"] = choice(paged_triton.attend, interpret=False)
-    arrays = (q, pages, layer, table, num_visible)
-    return jax.lax.platform_dependent(*arrays, jnp.int32(share[0]), **choices)
+    arrays = (q, pages, layer, table, num_visible, first_visible, jnp.int32(share[0]))
+    return jax.lax.platform_dependent(*arrays, **choices)
+
+
+def _cut(table, num_visible, first_visible, page_size: int):
+    """Cut leading pages that no query sees off each row's table, int32 [M, J].
+
+    `page_size` is the number of positions of a page on all devices. Returns the new table, padded
+    by its last pages, and `num_visible` and `first_visible` counted from its first key.
+    """
+    seeing = first_visible < num_visible
+    begin = jnp.min(jnp.where(seeing, first_visible // page_size, table.shape[1]), axis=1)
+    begin = jnp.where(jnp.any(seeing, axis=1), begin, 0)[:, None]
+    cut = jnp.take_along_axis(table, begin + jnp.arange(table.shape[1]), axis=1, mode="clip")
+    first, num = (x - begin * page_size for x in (first_visible, num_visible))
+    return cut, jnp.where(seeing, num, 0), jnp.where(seeing, first, 0)
 
 
 def attend_in_steps(
-    q, pages: Pages, layer, table, num_visible, share, sizes: StepLimits
+    q, pages: Pages, layer, table, num_visible, share, first_visible=None, *, sizes: StepLimits
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `attend` in plain XLA, in steps limited by `sizes`."""
     rows, time, heads, size = q.shape
@@ -125,7 +152,9 @@ def attend_in_steps(
     # A repeated row is written twice with the same result.
     order = jnp.pad(order, (0, -rows % batch), mode="edge")
     queries = by_kv_head(q, kv_heads) * size**-0.5
-    num_visible = jnp.repeat(num_visible, heads // kv_heads, axis=1)
+    visible = [num_visible] if first_visible is None else [num_visible, first_visible]
+    # The numbers of a row's queries, int32 [M, 1 or 2, queries].
+    visible = jnp.repeat(jnp.stack(visible, axis=1), heads // kv_heads, axis=2)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % width)))
 
     def attend_batch(index, results):
@@ -138,7 +167,7 @@ def attend_in_steps(
             offsets=offsets.reshape(-1),
             span=span,
         )
-        arrays = queries[batch_rows], table[batch_rows], num_visible[batch_rows]
+        arrays = queries[batch_rows], table[batch_rows], visible[batch_rows]
         if has_many_queries and batch > 1:
             same_table = jnp.all(arrays[1] == arrays[1][0])
             new = jax.lax.cond(
@@ -154,18 +183,20 @@ def attend_in_steps(
     return by_token(out, time), by_token(lse, time)
 
 
-def _attend_as_one_row(attend_rows, queries, table, num_visible):
+def _attend_as_one_row(attend_rows, queries, table, visible):
     """Attend from rows [W, K, Q, H] with identical tables as from one row with all queries."""
     rows, kv_heads, count, size = queries.shape
     joined_queries = queries.swapaxes(0, 1).reshape(1, kv_heads, rows * count, size)
-    results = attend_rows(joined_queries, table[:1], num_visible.reshape(1, -1))
+    joined_visible = visible.swapaxes(0, 1).reshape(1, -1, rows * count)
+    results = attend_rows(joined_queries, table[:1], joined_visible)
     return tuple(x.reshape(kv_heads, rows, count, *x.shape[3:]).swapaxes(0, 1) for x in results)
 
 
-def _attend_pages(queries, table, num_visible, *, pages: Pages, layer, steps, offsets, span: int):
+def _attend_pages(queries, table, visible, *, pages: Pages, layer, steps, offsets, span: int):
     """Attend from scaled queries [W, K, Q, H] of a few rows to their pages, a few pages at a time.
 
-    `table` is int32 [W, J], `num_visible` [W, Q]. Each of `steps` (int32 scalar) passes `span`
+    `table` is int32 [W, J]. `visible`, int32 [W, 1 or 2, Q], is the number of leading keys that a
+    query sees, and with windows the first of them. Each of `steps` (int32 scalar) passes `span`
     positions and reads the keys at `offsets` (int32 [keys]) in them. Returns float32 out
     [W, K, Q, H] and log-sum-exp [W, K, Q].
     """
@@ -186,7 +217,11 @@ def _attend_pages(queries, table, num_visible, *, pages: Pages, layer, steps, of
         if block.key_scales is not None:
             # One multiplication per score instead of one per element of the keys.
             scores *= block.key_scales[:, :, None]
-        scores = jnp.where(n * span + offsets < num_visible[:, None, :, None], scores, MASKED)
+        numbers, *first = (x[:, None, :, None] for x in visible.swapaxes(0, 1))
+        seen = n * span + offsets < numbers
+        for x in first:
+            seen &= n * span + offsets >= x
+        scores = jnp.where(seen, scores, MASKED)
 
         def weighted_sum(weights):
             if block.value_scales is not None:

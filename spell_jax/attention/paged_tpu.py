@@ -60,12 +60,14 @@ def attend(
     table: jax.Array,
     num_visible: jax.Array,
     share: tuple[jax.Array | int, int] = (0, 1),
+    first_visible: jax.Array | None = None,
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `paged.attend` on TPU, for shapes that `fits` accepts.
 
-    Keys and values are cast to q's dtype. `interpret` runs the Pallas interpreter, on any device.
+    `first_visible` only masks: paged.attend has cut the pages before it off the table. Keys and
+    values are cast to q's dtype. `interpret` runs the Pallas interpreter, on any device.
     Inside shard_map this needs check_vma=False.
     """
     rows, time, heads, size = q.shape
@@ -74,10 +76,11 @@ def attend(
     padded = sizes.queries * sizes.blocks - time * heads // kv_heads
     queries = by_kv_head(q, kv_heads) * size**-0.5
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padded), (0, 0)))
-    num_visible = jnp.repeat(num_visible, heads // kv_heads, axis=1)
-    num_visible = jnp.pad(num_visible, ((0, 0), (0, padded)))
-    num_visible = num_visible.reshape(rows, sizes.blocks, 1, sizes.queries)
-    out, lse = _run_kernel(queries, pages, layer, table, num_visible, share, sizes, interpret)
+    visible = [num_visible] if first_visible is None else [num_visible, first_visible]
+    visible = jnp.repeat(jnp.stack(visible, axis=1), heads // kv_heads, axis=2)
+    visible = jnp.pad(visible, ((0, 0), (0, 0), (0, padded)))
+    visible = visible.reshape(rows, -1, sizes.blocks, sizes.queries).swapaxes(1, 2)
+    out, lse = _run_kernel(queries, pages, layer, table, visible, share, sizes, interpret)
     lse = lse.swapaxes(1, 2).reshape(rows, kv_heads, -1)
     out, lse = (x[:, :, : x.shape[2] - padded] for x in (out, lse))
     return by_token(out, time), by_token(lse, time)
@@ -111,16 +114,17 @@ def _block_sizes(q: jax.Array, pages: Pages, table: int) -> _BlockSizes:
 
 
 def _run_kernel(
-    queries, pages: Pages, layer, table, num_visible, share, sizes: _BlockSizes, interpret
+    queries, pages: Pages, layer, table, visible, share, sizes: _BlockSizes, interpret
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernel on scaled queries [M, K, blocks * queries, H].
 
-    num_visible is int32 [M, blocks, 1, queries]. Returns out like the queries and log-sum-exp
+    `visible` is int32 [M, blocks, 1 or 2, queries], the number of keys that a query sees and with
+    windows the first of them. Returns out like the queries and log-sum-exp
     [M, blocks, K, queries], float32.
     """
     rows, kv_heads, _, size = queries.shape
     page_size, (part, parts) = pages.page_size, share
-    longest = jnp.max(num_visible, axis=(2, 3)).reshape(-1)
+    longest = jnp.max(visible[:, :, 0], axis=2).reshape(-1)
     # Of page j a device holds the positions from (j parts + part) C on.
     counts = jnp.clip(pl.cdiv(longest - part * page_size, parts * page_size), 0, table.shape[1])
     origin = jnp.stack([jnp.int32(layer), jnp.int32(part * page_size)])
@@ -157,7 +161,7 @@ def _run_kernel(
                 a_table(),
                 a_table(ahead=1),
                 pl.BlockSpec((1, sizes.piece * page_size), lambda *_: (0, 0)),
-                of_step((None, None, 1, sizes.queries), lambda i, j: (i, j, 0, 0)),
+                of_step((None, None, *visible.shape[2:]), lambda i, j: (i, j, 0, 0)),
                 by_heads,
                 *[pl.BlockSpec(memory_space=pltpu.HBM) for _ in pools],
             ],
@@ -179,7 +183,7 @@ def _run_kernel(
     )
     tables = table.astype(jnp.int32)[:, None]
     offsets = offsets.reshape(1, -1).astype(jnp.int32)
-    indices = counts.astype(jnp.int32), origin, tables, tables, offsets, num_visible
+    indices = counts.astype(jnp.int32), origin, tables, tables, offsets, visible
     return run(*indices, queries, *pools)
 
 
@@ -199,11 +203,11 @@ def _pools(pages: Pages, interpret) -> list[Any]:
 
 
 def _kernel(
-    counts, origin, table, next_table, offsets, num_visible, queries, *refs, sizes, stride
+    counts, origin, table, next_table, offsets, visible, queries, *refs, sizes, stride
 ) -> None:
     """Compute the attention of one block of queries of a row, grid [cores, steps].
 
-    Shapes: queries and out [K, queries, H]; num_visible [1, queries]; lse [K, queries]; top and
+    Shapes: queries and out [K, queries, H]; visible [1 or 2, queries]; lse [K, queries]; top and
     total [K, queries, 1]. `origin` is the layer and the first position of a page; `first` is the
     number of the buffer for the row's first chunk.
     """
@@ -262,9 +266,12 @@ def _kernel(
         @pl.loop(0, _ceil(live, sizes.piece))
         def _(piece):
             page = chunk * sizes.chunk + piece * sizes.piece
-            limit = num_visible[...].reshape(-1, 1) - page * stride - origin[1]
+            before = page * stride + origin[1]
+            seen = offsets[...] < visible[0:1].reshape(-1, 1) - before
+            if len(visible) > 1:
+                seen &= offsets[...] >= visible[1:2].reshape(-1, 1) - before
             page_range = (slot, pl.ds(piece * sizes.piece, sizes.piece))
-            _add_pages(queries, buffers, page_range, offsets[...] < limit, (out, top, total))
+            _add_pages(queries, buffers, page_range, seen, (out, top, total))
 
     # A step without pages has no last chunk in which to fetch for the next step.
     pl.when(chunks == 0)(lambda: fetch(next_table, next_pages, 0, begin))

@@ -91,6 +91,7 @@ def attend(
     table: jax.Array,
     num_visible: jax.Array,
     share: tuple[jax.Array | int, int] = (0, 1),
+    first_visible: jax.Array | None = None,
     *,
     tile: Tile | None = None,
     interpret: bool | None = None,
@@ -109,18 +110,19 @@ def attend(
         q = q.astype(jnp.promote_types(q.dtype, pool.dtype))
     tile = tile or _default_tile(q, pages)
     longest = table.shape[1] * page_size
-    num_visible = jnp.minimum(_local_keys(num_visible, page_size, *share), longest)
-    queries, num_visible = _units(q, num_visible, kv_heads, tile.queries)
-    blocks = pl.cdiv(jnp.max(num_visible, axis=1), tile.keys)
+    visible = [num_visible] if first_visible is None else [num_visible, first_visible]
+    visible = [jnp.minimum(_local_keys(x, page_size, *share), longest) for x in visible]
+    queries, visible = _units(q, jnp.stack(visible, axis=1), kv_heads, tile.queries)
+    blocks = pl.cdiv(jnp.max(visible[:, 0], axis=1), tile.keys)
     max_blocks, pieces = pl.cdiv(longest, tile.keys), max(1, PROGRAMS // kv_heads)
-    jobs, spans = list_jobs(blocks, len(num_visible) // rows, max_blocks, pieces)
+    jobs, spans = list_jobs(blocks, len(visible) // rows, max_blocks, pieces)
     # Whole blocks plus one, because the kernel looks up one block ahead. Entries after a row's end
     # may be invalid, hence the clip.
     pages_per_block = max(1, tile.keys // page_size)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages_per_block + pages_per_block)))
     table = jnp.clip(table, 0, pool.shape[1] - 1)
     # The layer is data, so that one compiled kernel serves the loop over layers.
-    indices = jobs, jnp.reshape(jnp.asarray(layer, jnp.int32), (1,)), table, num_visible
+    indices = jobs, jnp.reshape(jnp.asarray(layer, jnp.int32), (1,)), table, visible
     if interpret is None:
         interpret = jax.default_backend() != "gpu"
     outs, lses = _run_jobs(indices, queries, pages, size, tile, interpret)
@@ -186,19 +188,21 @@ def _local_keys(num_visible: jax.Array, page_size: int, part: jax.Array | int, p
     return pages * page_size + jnp.clip(remainder - part * page_size, 0, page_size)
 
 
-def _units(q: jax.Array, num_visible: jax.Array, kv_heads: int, size: int) -> list[jax.Array]:
-    """Split queries [M, T, N, H] and their visible counts [M, T] into units of `size` queries.
+def _units(q: jax.Array, visible: jax.Array, kv_heads: int, size: int) -> list[jax.Array]:
+    """Split queries [M, T, N, H] and their visible keys [M, 1 or 2, T] into units.
 
-    Returns queries [U, K, queries, padded H], and visible counts [U, queries], 0 for padding.
+    Returns queries [U, K, queries, padded H], `size` queries each, and the numbers of keys that
+    they see and with windows the first of these keys, [U, 1 or 2, queries], 0 for padding.
     """
     rows, _, heads, head_size = q.shape
     q = by_kv_head(q, kv_heads)
-    num_visible = jnp.repeat(num_visible, heads // kv_heads, axis=1)
+    visible = jnp.repeat(visible, heads // kv_heads, axis=2)
     padding = -q.shape[2] % size
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, padded_size(head_size) - head_size)))
     q = q.reshape(rows, kv_heads, -1, size, q.shape[-1]).swapaxes(1, 2)
-    num_visible = jnp.pad(num_visible, ((0, 0), (0, padding)))
-    return [q.reshape(-1, *q.shape[2:]), num_visible.reshape(-1, size)]
+    visible = jnp.pad(visible, ((0, 0), (0, 0), (0, padding)))
+    visible = visible.reshape(rows, visible.shape[1], -1, size).swapaxes(1, 2)
+    return [q.reshape(-1, *q.shape[2:]), visible.reshape(-1, *visible.shape[2:])]
 
 
 def _whole_array_spec(x: jax.Array, *head_axes: int) -> pl.BlockSpec:
@@ -218,7 +222,7 @@ def _run_jobs(
 ) -> tuple[jax.Array, jax.Array]:
     """Run the job kernel: float32 out [E, K, queries, padded H], log-sum-exp [E, K, queries].
 
-    Takes jobs [E, 4], layer [1], table [M, J] and visible counts [U, queries], all int32, and
+    Takes jobs [E, 4], layer [1], table [M, J] and visible keys [U, 1 or 2, queries], all int32, and
     queries [U, K, queries, padded H]. Results of empty jobs are not written.
     """
     count, (_, kv_heads, together, padded) = len(indices[0]), queries.shape
@@ -307,7 +311,7 @@ def _fetch(pool, layer, page, token, size: int, padded: int, dtype) -> jax.Array
 
 
 def _job_kernel(
-    block_k, page_size, size, job, layer, table, num_visible, q, keys, values, *scales_and_results
+    block_k, page_size, size, job, layer, table, visible, q, keys, values, *scales_and_results
 ) -> None:
     """Compute the attention of one job, grid [E, K].
 
@@ -321,7 +325,8 @@ def _job_kernel(
 
     @pl.when(begin < end)
     def _():
-        queries, limit, which = q[unit, :, :], num_visible[unit, :][:, None], layer[0]
+        queries, which = q[unit, :, :], layer[0]
+        limit, *first = (visible[unit, n, :][:, None] for n in range(visible.shape[1]))
 
         def step(number, state):
             softmax, page = state
@@ -332,7 +337,10 @@ def _job_kernel(
             if scales:
                 scores *= scales[0][which, page, token][None, :]
             position = number * block_k + lax.iota(jnp.int32, block_k)
-            scores = jnp.where(position[None, :] < limit, scores, MASKED)
+            seen = position[None, :] < limit
+            for x in first:
+                seen &= position[None, :] >= x
+            scores = jnp.where(seen, scores, MASKED)
 
             def weighted_sum(weights):
                 if scales:

@@ -17,14 +17,15 @@ from spell_jax.runtime.bits import from_bits
 
 @flax.struct.dataclass
 class Pages:
-    """Pool of Z pages of C tokens. In an int8 pool, a key or value is its vector times its scale.
+    """Pool of Z pages of C tokens in S layers (sampler/page_groups.py).
 
-    On CPUs a pool of bfloat16 holds bits (runtime/bits.py).
+    In an int8 pool, a key or value is its vector times its scale. On CPUs a pool of bfloat16 holds
+    bits (runtime/bits.py).
 
     Attributes:
-      keys: array [L, Z, K, C, H], or its sharding or shape.
+      keys: array [S, Z, K, C, H], or its sharding or shape.
       values: array like `keys`.
-      key_scales: float32 [L, Z, K, C] for int8 keys, else None.
+      key_scales: float32 [S, Z, K, C] for int8 keys, else None.
       value_scales: array like `key_scales`.
     """
 
@@ -46,7 +47,7 @@ def stored_dtype(dtype: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def empty_pages(layers: int, pages: int, kv_heads: int, page_size: int, size: int, dtype) -> Pages:
-    """Make a pool of zeros; sizes are L, Z, K, C, H in order, `dtype` is from `stored_dtype`."""
+    """Make a pool of zeros; sizes are S, Z, K, C, H in order, `dtype` is from `stored_dtype`."""
     shape = (layers, pages, kv_heads, page_size, size)
     pool = Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
     if pool.keys.dtype != jnp.int8:

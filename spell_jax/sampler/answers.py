@@ -109,7 +109,8 @@ class PromptExperts:
         self._collect()
         if not self._pages:
             return None
-        pages = [self._pages[shard, page] for page in admitted.pages]
+        # The first group has no window, so the prompt holds all of its pages (engine.Sampler).
+        pages = [self._pages[shard, page] for page in admitted.table[0].tolist()]
         return np.concatenate(pages)[: len(admitted.tokens)]
 
     def _collect(self) -> None:
@@ -118,5 +119,6 @@ class PromptExperts:
             for shard, shard_tasks in enumerate(tasks):
                 for row, (admitted, number) in enumerate(shard_tasks):
                     # A copy. A view would keep the whole call in memory as long as one page.
-                    self._pages[shard, admitted.pages[number]] = by_shard[shard, row].copy()
+                    page = int(admitted.table[0, number])
+                    self._pages[shard, page] = by_shard[shard, row].copy()
         self._pending = []

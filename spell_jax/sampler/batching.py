@@ -38,8 +38,8 @@ def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> program
         tokens=np.zeros((*rows, shape.page_size), np.int32),
         start=np.zeros(rows, np.int32),
         length=np.zeros(rows, np.int32),
-        page=np.zeros(rows, np.int32),
-        table=np.zeros((*rows, shape.pages_of(max_prompt)), np.int32),
+        page=np.zeros((*rows, shape.groups), np.int32),
+        table=np.zeros((*rows, shape.groups, shape.pages_of(max_prompt)), np.int32),
         # An index out of bounds, so programs.prefill drops hidden states within a prompt.
         prefilled=np.full(rows, len(tasks) * shape.prompts, np.int32),
     )
@@ -50,12 +50,12 @@ def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> program
         batch.start[shard, rows] = starts
         batch.length[shard, rows] = np.minimum(lengths - starts, shape.page_size)
         for row, (admitted, number) in enumerate(shard_tasks):
-            pages, start = admitted.pages, number * shape.page_size
+            blocks, start = admitted.table.shape[1], number * shape.page_size
             tokens = admitted.tokens[start : start + shape.page_size]
             batch.tokens[shard, row, : len(tokens)] = tokens
-            batch.page[shard, row] = pages[number]
-            batch.table[shard, row, : len(pages)] = pages
-            if number + 1 == len(pages):
+            batch.page[shard, row] = admitted.table[:, number]
+            batch.table[shard, row, :, :blocks] = admitted.table
+            if number + 1 == blocks:
                 batch.prefilled[shard, row] = first + admitted.index
     return _merge_shards(batch)
 
@@ -89,9 +89,9 @@ def slots(
         row=np.zeros(slot_shape, np.int32),
         cell=np.zeros(slot_shape, np.int32),
         slot=np.full(cell_shape, shape.slots, np.int32),
-        prompt_table=np.zeros((*cell_shape[:2], prompt_pages), np.int32),
+        prompt_table=np.zeros((*cell_shape[:2], shape.groups, prompt_pages), np.int32),
         prompt_visible=np.zeros(cell_shape, np.int32),
-        suffix_table=np.zeros((*slot_shape, suffix_pages), np.int32),
+        suffix_table=np.zeros((*slot_shape, shape.groups, suffix_pages), np.int32),
         sampling=sampling.Sampling(
             temperature=np.zeros(slot_shape, np.float32),
             top_k=np.zeros(slot_shape, np.int32),
@@ -192,7 +192,8 @@ def _fill_slots(
     arrays.key[at] = [request.key for request in requests]
     arrays.sample_index[at] = [sequence.number for sequence in limits]
     for sequence in limits:
-        arrays.suffix_table[number, sequence.slot, : len(sequence.pages)] = sequence.pages
+        blocks = sequence.table.shape[1]
+        arrays.suffix_table[number, sequence.slot, :, :blocks] = sequence.table
     # Sampling and Options name these parameters alike.
     for name, values in vars(arrays.sampling).items():
         if values is not None:
@@ -213,7 +214,7 @@ def _fill_rows(
     arrays.slot[number, rows, cells] = slots
     arrays.prompt_visible[number, rows, cells] = arrays.prompt_length[number, slots]
     for row, (admitted, _) in enumerate(groups):
-        arrays.prompt_table[number, row, : len(admitted.pages)] = admitted.pages
+        arrays.prompt_table[number, row, :, : admitted.table.shape[1]] = admitted.table
         if arrays.prompt_tokens is not None:
             # Right-aligned, so that the answer follows without a gap (speculative.py).
             arrays.prompt_tokens[number, row, -len(admitted.tokens) :] = admitted.tokens

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 
+from spell_jax.policy.config import UNLIMITED
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import check_choice, check_least
+from spell_jax.sampler.page_groups import Kind
 from spell_jax.sampler.requests import Options
 from spell_jax.sampler.scheduler import ShardShape
 
@@ -35,7 +37,8 @@ class SamplerConfig:
       max_tokens: maximum length S of an answer, in tokens; a request may have a smaller one.
       max_prompt: maximum length P of a prompt, in tokens.
       page_size: tokens of a page, C. Prompts share whole pages only.
-      kv_cache_tokens: capacity of the page pool in tokens, for prompts and answers together.
+      kv_cache_tokens: capacity of the page pool in tokens of all layers, for prompts and answers
+        together. Layers with a window hold fewer tokens, and their pages serve other layers.
       slots: number of sequences decoded at once.
       samples_per_prompt_batch: number G of samples of one prompt that attend to it in one matrix
         product. Requests for a single answer use a second compiled shape.
@@ -92,11 +95,11 @@ class SamplerConfig:
         common = Options(self.temperature, self.top_p, self.top_k, self.min_p, cap)
         return dataclasses.replace(common, **overrides)
 
-    def shape(self, mesh: jax.sharding.Mesh) -> ShardShape:
+    def shape(self, mesh: jax.sharding.Mesh, kinds: tuple[Kind, ...] = (Kind(),)) -> ShardShape:
         """Return the sizes of one shard of the mesh's row axes. All devices have as many slots.
 
-        ValueError if page_size is not a multiple of mesh.context, or if a shard of the pool cannot
-        hold the longest prompt and answer.
+        `kinds` are those of the policy's page groups. ValueError if page_size is not a multiple of
+        mesh.context, or if a shard of the pool cannot hold the longest prompt and answer.
         """
         shards, parts = meshes.row_shards(mesh), meshes.context_shards(mesh)
         if self.page_size % parts:
@@ -104,7 +107,13 @@ class SamplerConfig:
                 f"sampler.page_size = {self.page_size}: must be a multiple of "
                 f"mesh.context = {parts}"
             )
-        pages = self.kv_cache_tokens // self.page_size // shards
+        # A window as long as the longest prompt and answer never releases a page.
+        kinds = tuple(
+            dataclasses.replace(kind, window=UNLIMITED) if kind.window >= self.longest else kind
+            for kind in kinds
+        )
+        # A token of all layers takes a place in one page of every group.
+        pages = self.kv_cache_tokens // self.page_size // shards * sum(k.groups for k in kinds)
         # Rounded up, because lm_head.logits splits slots evenly over all devices.
         slots = -(-self.slots // mesh.size) * (mesh.size // shards)
         # Full groups would need slots / G rows. As sequences end, groups shrink, and new groups
@@ -121,13 +130,14 @@ class SamplerConfig:
             prompts=2 * slots,
             lanes=tuple(sorted(lanes.items())),
             tasks=max(1, self.prefill_tokens // self.page_size // shards),
+            kinds=kinds,
         )
-        longest = self.max_tokens
         # Prompt and answer have no page in common, so each rounds up to whole pages.
-        if shape.pages_of(self.max_prompt) + shape.pages_of(longest) > pages:
+        if shape.prompt_pages(self.max_prompt) + shape.answer_pages(self.max_tokens) > pages:
             raise ValueError(
                 f"sampler.kv_cache_tokens = {self.kv_cache_tokens}: a prompt of "
-                f"{self.max_prompt} tokens and an answer of {longest} must fit on each of {shards} "
-                f"parts of the mesh, which takes {shards * (self.longest + 2 * self.page_size)}"
+                f"{self.max_prompt} tokens and an answer of {self.max_tokens} must fit on each "
+                f"of {shards} parts of the mesh, which takes "
+                f"{shards * (self.longest + 2 * self.page_size)}"
             )
         return shape

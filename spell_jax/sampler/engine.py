@@ -8,6 +8,7 @@ other requests, or on the time of submission.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,11 +19,12 @@ import jax.numpy as jnp
 from spell_jax.attention.pages import Pages, empty_pages, stored_dtype
 from spell_jax.data.samples import Sample
 from spell_jax.policy import int8, transformer
-from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.config import UNLIMITED, PolicyConfig
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import batching, kv_cache, programs
 from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.page_groups import Kind, page_groups
 from spell_jax.sampler.session import Session
 
 # Compiler options of decoding on NVIDIA GPUs. A pass has few rows, so reading the weights takes
@@ -63,7 +65,8 @@ class Sampler:
         self.stream = stream
         self.has_dropout = has_dropout
         self.shards = meshes.row_shards(mesh)
-        self.shape = config.shape(mesh)
+        self.groups = page_groups(policy)
+        self.shape = config.shape(mesh, self._kinds(record_experts))
         replicated, lanes = meshes.replicated(mesh), len(self.shape.lanes)
         # An int8 pool has keys, values and the scales of both.
         arrays = 4 if config.cache_dtype == "int8" else 2
@@ -113,6 +116,14 @@ class Sampler:
             self._init_state, static_argnums=0, out_shardings=shardings
         )
 
+    def _kinds(self, record_experts: bool) -> tuple[Kind, ...]:
+        """Return the kinds of page groups, as the scheduler is to release their pages."""
+        kinds = self.groups.kinds
+        if record_experts and kinds[0].window != UNLIMITED:
+            # Experts of a prompt are stored by its pages, so one group at least keeps all of them.
+            return (dataclasses.replace(kinds[0], window=UNLIMITED),)
+        return kinds
+
     def _decode_options(self) -> dict[str, Any] | None:
         """Return the compiler options of decoding; None if the mesh is abstract or not of GPUs."""
         devices = [] if isinstance(self.mesh, jax.sharding.AbstractMesh) else self.mesh.devices.flat
@@ -128,7 +139,7 @@ class Sampler:
         pages = self.shards * (shape.pages + 1)  # page 0 of each shard is scratch
         slots = self.shards * shape.slots
         return programs.State(
-            empty_pages(c.layers, pages, kv_heads, shape.page_size, c.head_size, cached),
+            empty_pages(self.groups.size, pages, kv_heads, shape.page_size, c.head_size, cached),
             jnp.zeros((self.shards * shape.prompts, c.width), dtype),
             tuple(jnp.zeros((slots, c.width), dtype) for _ in shape.lanes),
             tuple(

@@ -18,7 +18,7 @@ from spell_jax.attention import pages
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler import kv_cache, programs
+from spell_jax.sampler import kv_cache, page_groups, programs
 from spell_jax.sampler.sampling import Sampling
 
 Array = Any  # NumPy outside of the program, JAX inside
@@ -77,13 +77,16 @@ def sample(
     if R % shards:
         raise ValueError(f"prompts: {R}; must be a multiple of {shards}, the mesh's row shards")
     # A shard counts its prompts, slots and pages from 0. Its first page is scratch, for writes of
-    # idle slots. A page has P tokens, so a reply fits into one page, and K replies share their
-    # prompt's page.
+    # idle slots. A page has P tokens, so in each page group a reply fits into one page, and K
+    # replies share their prompt's page.
     prompt, slot = jnp.arange(R) % (R // shards), jnp.arange(N) % (N // shards)
-    prompt_page, slot_page = 1 + prompt, 1 + R // shards + slot
+    groups = page_groups.page_groups(policy)
+    first_page = 1 + jnp.arange(groups.count) * ((R + N) // shards)
+    prompt_page = first_page + prompt[:, None]
+    slot_page = first_page + R // shards + slot[:, None]
     _, kv_heads = kv_cache.head_split(mesh, policy.heads, policy.kv_heads)
     dtype = jax.tree.leaves(params)[0].dtype
-    pool = policy.layers, shards + R + N, kv_heads, P, policy.head_size, dtype
+    pool = groups.size, shards + (R + N) * groups.count, kv_heads, P, policy.head_size, dtype
     empty = jnp.zeros((R, D), dtype), (jnp.zeros((N, D), dtype),)
     state = programs.State(pages.empty_pages(*pool), *empty, ())
     prompt_pages = programs.PromptPages(
@@ -91,7 +94,7 @@ def sample(
         start=jnp.zeros(R, jnp.int32),
         length=prompts.length,
         page=prompt_page,
-        table=prompt_page[:, None],
+        table=prompt_page[..., None],
         prefilled=jnp.arange(R),
     )
     slots = programs.Slots(
@@ -104,9 +107,9 @@ def sample(
         row=prompt.repeat(replies),
         cell=jnp.arange(N) % replies,
         slot=slot.reshape(R, replies),
-        prompt_table=prompt_page[:, None],
+        prompt_table=prompt_page[..., None],
         prompt_visible=prompts.length[:, None].repeat(replies, axis=1),
-        suffix_table=slot_page[:, None],
+        suffix_table=slot_page[..., None],
         sampling=Sampling(*(jnp.full(N, x) for x in (temperature, 0, 1.0, 0.0))),
         most_idle=jnp.full(1, N * S),  # go on until every reply has ended
     )

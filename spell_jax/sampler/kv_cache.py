@@ -5,12 +5,15 @@ mesh's row axes has its own slots and pool, which its tables index. The `context
 page by tokens: all queries of a shard attend to each part, and the results are merged by
 log-sum-exp. The `tensor` axis splits heads. If there are fewer key heads than devices, each device
 has a copy of the key head that its query heads read.
+
+A layer finds its keys in the pages of its group, at its place of the pool's first axis
+(page_groups.py). With a window it reads from the first page on that a query of the row sees.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +24,7 @@ from spell_jax.attention.pages import Pages, write_pages, write_tokens
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler.page_groups import PageGroups
 
 # Fields of programs.Slots that arrange slots in rows and list their pages.
 LAYOUT = ("row", "cell", "slot", "prompt_table", "prompt_visible", "suffix_table")
@@ -36,7 +40,7 @@ def head_split(mesh: Any, heads: int, kv_heads: int) -> tuple[str | None, int]:
 
 
 def pages_sharding(mesh: Mesh, config: PolicyConfig) -> NamedSharding:
-    """Return the sharding of the pool's keys and values [L, Z, K, C, H], and of their scales."""
+    """Return the sharding of the pool's keys and values [S, Z, K, C, H], and of their scales."""
     axis, _ = head_split(mesh, config.heads, config.kv_heads)
     return NamedSharding(mesh, _pages_spec(axis))
 
@@ -46,35 +50,63 @@ def _pages_spec(axis: str | None) -> PartitionSpec:
 
 
 def attend_prompts(
-    q, k, v, cache: Pages, context: dict[str, Any], kernel: str = "auto"
+    q, k, v, cache: Pages, context: dict[str, Any], groups: PageGroups, kernel: str = "auto"
 ) -> tuple[jax.Array, Pages]:
     """Write keys and values to the pool, then attend to it: the policy's `Attend` for prefill.
 
     Queries are [B, C, N, H], keys and values [B, C, K, H]. `context` has "page", the page to write
-    to, int32 [B]; "table", pages of the prompt, int32 [B, J]; and "visible", the number of leading
-    keys that each token attends to, int32 [B, C]. For `kernel` see paged.attend.
+    to, int32 [B, groups]; "table", pages of the prompt, int32 [B, groups, J]; and "visible", the
+    position of each token plus 1, int32 [B, C]; 0: the token sees nothing. For `kernel` see
+    paged.attend.
     """
     arrays = {name: context[name] for name in ("page", "table", "visible")}
     function = functools.partial(_prompts_on_device, kernel)
-    return _map_devices(function, meshes.CONTEXT, q, k, v, cache, context["layer"], arrays)
+    layer = _layer(groups, context)
+    return _map_devices(function, meshes.CONTEXT, q, k, v, cache, layer, arrays)
 
 
 def attend_slots(
-    q, k, v, cache: Pages, context: dict[str, Any], kernel: str = "auto"
+    q, k, v, cache: Pages, context: dict[str, Any], groups: PageGroups, kernel: str = "auto"
 ) -> tuple[jax.Array, Pages]:
     """Attend from T new tokens of each of N slots to the pool: the policy's `Attend` for decoding.
 
     Writes their keys and values [N * T, 1, K, H] first; then queries [N * T, 1, heads, H] attend to
-    the prompt and the slot's own tokens. `context` has "page" and "offset", the place to write to,
-    and "visible", the number of the slot's own tokens to attend to, including this one, all int32
-    [N * T]; and the arrays named in LAYOUT. For `kernel` see paged.attend.
+    the prompt and the slot's own tokens. `context` has "page", int32 [N * T, groups], and "offset",
+    the place to write to; "visible", the number of the slot's own tokens so far, including this
+    one, 0 for a token that is not kept; both int32 [N * T]; and the arrays named in LAYOUT. For
+    `kernel` see paged.attend.
     """
     arrays = {name: context[name] for name in ("page", "offset", "visible", *LAYOUT)}
     function = functools.partial(_slots_on_device, kernel)
-    return _map_devices(function, None, q, k, v, cache, context["layer"], arrays)
+    return _map_devices(function, None, q, k, v, cache, _layer(groups, context), arrays)
 
 
-def _map_devices(function, time: str | None, q, k, v, pages: Pages, layer, arrays):
+class _Layer(NamedTuple):
+    """Place of a layer's keys, and its window, int32 scalars on a device."""
+
+    group: Any
+    place: Any
+    window: Any  # tokens that a query sees, itself included; None: all
+
+    def pages(self, x: jax.Array) -> jax.Array:
+        """Return the layer's pages from an array of pages of all groups, [rows, groups, ...]."""
+        # One group is no lookup.
+        return x[:, 0 if x.shape[1] == 1 else self.group]
+
+    def first_visible(self, count: jax.Array) -> jax.Array | None:
+        """Return the first token that a query sees, from the number of tokens up to the query."""
+        return None if self.window is None else jnp.maximum(count - self.window, 0)
+
+
+def _layer(groups: PageGroups, context: dict[str, Any]) -> _Layer:
+    layer, window = context["layer"], context.get("window")
+    if groups.count == 1:
+        return _Layer(0, layer, window)
+    group, place = (jnp.array(x, jnp.int32)[layer] for x in (groups.group, groups.place))
+    return _Layer(group, place, window)
+
+
+def _map_devices(function, time: str | None, q, k, v, pages: Pages, layer: _Layer, arrays):
     """Run function(q, k, v, pages, layer, arrays, share) on each device's shards.
 
     `time` is the mesh axis that splits the tokens of q, k and v, or None. `share` is (index, size)
@@ -102,36 +134,50 @@ def _map_devices(function, time: str | None, q, k, v, pages: Pages, layer, array
     )(q, k, v, pages, layer, arrays)
 
 
-def _prompts_on_device(kernel: str, q, k, v, pages: Pages, layer, arrays, share):
-    pages = write_pages(pages, layer, arrays["page"], k, v)
-    queries = q
+def _prompts_on_device(kernel: str, q, k, v, pages: Pages, layer: _Layer, arrays, share):
+    pages = write_pages(pages, layer.place, layer.pages(arrays["page"]), k, v)
+    queries, visible = q, arrays["visible"]
     # A device has a part of every page, so it needs the queries of the whole page.
     if share[1] > 1:
         queries = jax.lax.all_gather(q, meshes.CONTEXT, axis=1, tiled=True)
-    parts = paged.attend(queries, pages, layer, arrays["table"], arrays["visible"], share, kernel)
+    table, first = layer.pages(arrays["table"]), layer.first_visible(visible)
+    parts = paged.attend(queries, pages, layer.place, table, visible, share, kernel, first)
     if share[1] == 1:
         return parts[0].astype(q.dtype), pages
     out = jax.lax.psum_scatter(_weighted(*parts), meshes.CONTEXT, scatter_dimension=1, tiled=True)
     return out.astype(q.dtype), pages
 
 
-def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer, arrays, share):
+def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer: _Layer, arrays, share):
     part, parts = share
     owner, offset = arrays["offset"] // pages.page_size, arrays["offset"] % pages.page_size
     # The devices that do not hold a token's part of its page write to page 0, which is scratch.
-    page = arrays["page"] if parts == 1 else jnp.where(owner == part, arrays["page"], 0)
-    pages = write_tokens(pages, layer, page, offset, k[:, 0], v[:, 0])
-    read = functools.partial(paged.attend, pages=pages, layer=layer, share=share, kernel=kernel)
-    (slots, _), (rows, cells) = arrays["suffix_table"].shape, arrays["slot"].shape
+    page = layer.pages(arrays["page"])
+    page = page if parts == 1 else jnp.where(owner == part, page, 0)
+    pages = write_tokens(pages, layer.place, page, offset, k[:, 0], v[:, 0])
+    place = {"pages": pages, "layer": layer.place, "share": share}
+    read = functools.partial(paged.attend, **place, kernel=kernel)
+    suffix_table, prompt_table = map(layer.pages, (arrays["suffix_table"], arrays["prompt_table"]))
+    slots, (rows, cells) = len(suffix_table), arrays["slot"].shape
     q = q.reshape(slots, -1, *q.shape[2:])  # [N, T, heads, H]
     time = q.shape[1]
     suffix_visible = arrays["visible"].reshape(slots, time)
-    suffix = read(q, table=arrays["suffix_table"], num_visible=suffix_visible)
-    # The queries of all samples of a prompt in one row: one product reads the prompt's keys once.
-    siblings = jnp.take(q, arrays["slot"], axis=0, mode="fill", fill_value=0)  # [M, G, T, heads, H]
-    siblings = siblings.reshape(rows, cells * time, *q.shape[2:])
+    first = layer.first_visible(suffix_visible)
+    suffix = read(q, table=suffix_table, num_visible=suffix_visible, first_visible=first)
+
+    def of_cells(x: jax.Array) -> jax.Array:
+        """Arrange an array of slots [N, T, ...] in rows [M, G * T, ...]."""
+        x = jnp.take(x, arrays["slot"], axis=0, mode="fill", fill_value=0)
+        return x.reshape(rows, cells * time, *x.shape[3:])
+
     prompt = jnp.repeat(arrays["prompt_visible"], time, axis=1)
-    prompt_part = read(siblings, table=arrays["prompt_table"], num_visible=prompt)
+    if layer.window is not None:
+        # A token that is not kept sees no prompt. Otherwise idle cells would lengthen their row.
+        own = of_cells(suffix_visible)
+        prompt = jnp.where(own > 0, prompt, 0)
+        first = layer.first_visible(prompt + own)
+    # The queries of all samples of a prompt in one row: one product reads the prompt's keys once.
+    prompt_part = read(of_cells(q), table=prompt_table, num_visible=prompt, first_visible=first)
     at = arrays["row"], arrays["cell"]
     out, lse = (x.reshape(rows, cells, time, *x.shape[2:])[at] for x in prompt_part)
     merged = paged.merge((out, lse), suffix)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from spell_jax.attention.pages import Pages
 from spell_jax.policy import moe, products, transformer
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.sampler import kv_cache, lm_head, speculative
+from spell_jax.sampler import kv_cache, lm_head, page_groups, speculative
 from spell_jax.sampler.sampled import Sampled, accept, append, no_samples
 from spell_jax.sampler.sampling import SampledToken, Sampling, penalties, sample
 
@@ -51,8 +51,9 @@ class PromptPages:
       tokens: token ids, int32 [B, C], padded after the end of the prompt.
       start: position of the page's first token, int32 [B].
       length: number of prompt tokens in the page, int32 [B]; 0 for a row without a task.
-      page: pool page that keys and values are written to, int32 [B].
-      table: pages of the prompt in order, including `page`, int32 [B, J].
+      page: pool page that keys and values are written to in each page group (page_groups.py), int32
+        [B, groups].
+      table: pages of the prompt in order, including `page`, int32 [B, groups, J].
       prefilled: index into prompt_hidden if the prompt ends in this page, int32 [B]; else R.
     """
 
@@ -79,10 +80,10 @@ class Slots:
       row: row of the slot, int32 [N].
       cell: cell of the slot within its row, int32 [N].
       slot: slot of each cell (the inverse of row and cell), int32 [M, G]; N for an empty cell.
-      prompt_table: pages of the row's prompt, int32 [M, J].
+      prompt_table: pages of the row's prompt in each page group, int32 [M, groups, J].
       prompt_visible: number of prompt keys that a cell attends to, int32 [M, G]: the prompt's
         length, or 0 for an empty cell.
-      suffix_table: pages of the slot's own tokens, int32 [N, I].
+      suffix_table: pages of the slot's own tokens in each page group, int32 [N, groups, I].
       sampling: sampling parameters, arrays [N].
       most_idle: number of passes that the slots may lose together before the call returns, int32
         [shards], all equal.
@@ -133,7 +134,8 @@ def prefill(
     positions = batch.start[:, None] + jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
     visible = jnp.where(batch.length[:, None] > 0, positions + 1, 0)
     context = {"page": batch.page, "table": batch.table, "visible": visible}
-    attend = functools.partial(kv_cache.attend_prompts, kernel=kernel)
+    groups = page_groups.page_groups(config)
+    attend = functools.partial(kv_cache.attend_prompts, groups=groups, kernel=kernel)
     inputs = batch.tokens, positions, attend, state.pages, context
     hidden, pages, routing = transformer.hidden_states(
         config, params, *inputs, record_experts=record_experts
@@ -261,18 +263,19 @@ def _forward(
     time = jnp.arange(tokens.shape[1])
     number = count[:, None] + time
     inside = time < left[:, None]
-    table = slots.suffix_table
-    page = jnp.take_along_axis(table, number // page_size, axis=1, mode="clip")
+    groups, block = page_groups.page_groups(config), number // page_size
+    page = jnp.take_along_axis(slots.suffix_table, block[:, None], axis=2, mode="clip")
+    page = jnp.where(inside[:, None], page, 0)  # [N, groups, T]
     # The policy sees each token as a row of its own, so sharding is the same with speculation.
     context = {
-        "page": jnp.where(inside, page, 0).reshape(-1),
+        "page": page.swapaxes(1, 2).reshape(-1, groups.count),
         "offset": (number % page_size).reshape(-1),
         "visible": jnp.where(inside, number + 1, 0).reshape(-1),
         **{name: getattr(slots, name) for name in kv_cache.LAYOUT},
     }
     positions = (slots.prompt_length[:, None] + number).reshape(-1, 1)
     inputs = jnp.maximum(tokens, 0).reshape(-1, 1)
-    attend = functools.partial(kv_cache.attend_slots, kernel=kernel)
+    attend = functools.partial(kv_cache.attend_slots, groups=groups, kernel=kernel)
     hidden, pages, routing = transformer.hidden_states(
         config, params, inputs, positions, attend, pages, context, record_experts=record_experts
     )

@@ -6,7 +6,10 @@
 3. The first admitted sequence can always continue: others receive pages only while enough remain
    for the longest requested answer. A sequence without a page pauses in its slot, so nothing is
    evicted and recomputed.
-4. The plan depends only on requests and sampled tokens, never on the clock, so all hosts of a run
+4. Layers with a window have pages of their own (page_groups.py). A prompt takes them call by call
+   and releases those that none of its later tokens can see; so does an answer. Pages are reserved
+   for all prompts in prefill, so no prefill call waits for a page.
+5. The plan depends only on requests and sampled tokens, never on the clock, so all hosts of a run
    plan alike. Nothing here touches a device.
 """
 
@@ -20,7 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.sampler.page_pool import PagePool
+from spell_jax.policy.config import UNLIMITED
+from spell_jax.sampler.page_groups import Kind
+from spell_jax.sampler.page_pool import Bundle, Key, PagePool, block_digests
 from spell_jax.sampler.requests import SampleRequest
 
 
@@ -35,7 +40,9 @@ class ShardShape:
       prompts: maximum number of prompts in the pool at once.
       lanes: (cells G of a row, rows M) of each compiled decode shape, in ascending order. A request
         uses the first lane with a cell for each of its sequences, or else the last.
-      tasks: pages of a prefill call.
+      tasks: blocks of a prefill call. A block is C tokens, with a page in every page group.
+      kinds: kinds of page groups. Pages of a kind with a window are released once they are out of
+        reach.
     """
 
     page_size: int
@@ -44,9 +51,46 @@ class ShardShape:
     prompts: int
     lanes: tuple[tuple[int, int], ...]
     tasks: int
+    kinds: tuple[Kind, ...] = (Kind(),)
+
+    @property
+    def groups(self) -> int:
+        """Number of page groups."""
+        return sum(kind.groups for kind in self.kinds)
+
+    def slice_of(self, number: int) -> slice:
+        """Return the page groups of a kind."""
+        first = sum(kind.groups for kind in self.kinds[:number])
+        return slice(first, first + self.kinds[number].groups)
 
     def pages_of(self, tokens: int) -> int:
+        """Return the pages of `tokens` tokens in each page group."""
         return -(-tokens // self.page_size)
+
+    def first_block(self, kind: Kind, position: int) -> int:
+        """Return the first block that a token sees, by its position in its prompt or answer."""
+        return max(0, position + 1 - kind.window) // self.page_size
+
+    def carried(self, kind: Kind, tokens: int) -> int:
+        """Return the most pages in a group that a prompt's next token sees, of `tokens` tokens."""
+        return min(self.pages_of(tokens), self._spanned(kind.window - 1))
+
+    def answer_pages(self, max_tokens: int) -> int:
+        """Return the most pages that an answer must hold at once to be continued to its end."""
+        blocks = self.pages_of(max_tokens)
+        return sum(kind.groups * min(blocks, self._spanned(kind.window)) for kind in self.kinds)
+
+    def prompt_pages(self, tokens: int) -> int:
+        """Return the most pages that a prompt alone in the pool holds at once."""
+        blocks, pages = self.pages_of(tokens), 0
+        for kind in self.kinds:
+            carried = self.carried(kind, tokens)
+            pages += kind.groups * (carried + min(self.tasks, blocks - carried))
+        return pages
+
+    def _spanned(self, tokens: int) -> int:
+        """Return the most blocks in which `tokens` consecutive tokens may lie."""
+        return (tokens + self.page_size - 2) // self.page_size + 1 if tokens else 0
 
     def lane_of(self, group: int) -> int:
         """Return the index of the lane for requests with `group` sequences."""
@@ -55,20 +99,23 @@ class ShardShape:
 
     def fits(self, request: SampleRequest) -> bool:
         """Return whether the request fits into an otherwise empty pool."""
-        longest = self.pages_of(request.options.max_tokens)
-        return self.pages_of(len(request.prompt)) + longest <= self.pages
+        longest = self.answer_pages(request.options.max_tokens)
+        return self.prompt_pages(len(request.prompt)) + longest <= self.pages
 
 
 @dataclasses.dataclass(eq=False)
 class AdmittedPrompt:
-    """An admitted prompt. Its pages are in the pool or about to be prefilled."""
+    """An admitted prompt. Its blocks are in the pool or about to be prefilled."""
 
     ticket: int  # number of the request
     request: SampleRequest
     tokens: np.ndarray  # token ids of the prompt, int32 [P]
+    digests: list[bytes]  # of its whole blocks (page_pool.block_digests)
     index: int  # row of the prompt in State.prompt_hidden, within its shard
-    pages: list[int]  # pages of its blocks, in order
-    unread: int  # number of pages that no prefill call has read yet
+    # Page of each block in each page group, int32 [groups, blocks]; 0 where it holds none.
+    table: np.ndarray
+    bundles: list[dict[int, Bundle]]  # for each kind, the bundles that it holds by block, in order
+    unread: int  # number of blocks that no prefill call has read yet
     unfinished: int  # number of its sequences that still run or wait
 
 
@@ -79,16 +126,23 @@ class DecodeSequence:
     Attributes:
       admitted: prompt of the answer.
       number: index of the sample in its request.
+      table: page of each of its own blocks in each page group, int32 [groups, blocks]; 0 where it
+        holds none.
       slot: slot in the lane; -1 while the sequence is queued.
-      pages: pages of the answer's own tokens, in order.
+      blocks: number of blocks that it has taken pages for.
+      bundles: for each kind, the bundles that it holds by block, in order.
+      held: number of pages that it holds.
       count: number of tokens sampled so far.
       max_tokens: number of tokens at which the answer is cut off.
     """
 
     admitted: AdmittedPrompt
     number: int
+    table: np.ndarray
     slot: int = -1
-    pages: list[int] = dataclasses.field(default_factory=list)
+    blocks: int = 0
+    bundles: list[dict[int, Bundle]] = dataclasses.field(default_factory=list)
+    held: int = 0
     count: int = 0
     max_tokens: int = dataclasses.field(init=False)
 
@@ -152,7 +206,7 @@ class Lane:
         self._row_count -= self._slot_counts[sequence.admitted] % self.cells == 0
 
 
-Tasks = list[list[tuple[AdmittedPrompt, int]]]  # for each shard its (prompt, page index) pairs
+Tasks = list[list[tuple[AdmittedPrompt, int]]]  # for each shard its (prompt, block number) pairs
 
 
 class Shard:
@@ -166,40 +220,63 @@ class Shard:
         self.unfinished: dict[DecodeSequence, None] = {}  # in the order of admission
         self.reused_tokens = 0
         self._indices = list(range(shape.prompts - 1, -1, -1))
-        self._needs: Counter[int] = Counter()  # pages of max_tokens -> number of sequences
+        self._needs: Counter[int] = Counter()  # answer_pages -> number of sequences
+        self._full = [n for n, kind in enumerate(shape.kinds) if kind.window == UNLIMITED]
+        self._windowed = [n for n, kind in enumerate(shape.kinds) if kind.window != UNLIMITED]
+        # Of the prompts in prefill, by kind with a window: the pages that they carry from call to
+        # call, and the further pages of their blocks, in each group.
+        self._carried: Counter[int] = Counter()
+        self._passing: Counter[int] = Counter()
+        self._planned: Counter[bytes] = Counter()  # digests of the blocks in `tasks`
+        # Bundles that a prompt took for blocks that an earlier prompt's tasks will write.
+        self._promised: dict[Key, Bundle] = {}
+        self._called: dict[AdmittedPrompt, None] = {}  # prompts of the last prefill call
 
-    def cost(self, blocks: Sequence[bytes], request: SampleRequest) -> int:
-        """Count the pages to prefill for a request, plus the shard's unfinished sequences."""
-        num_shared = len(self._shared(blocks, request))
+    def cost(self, digests: Sequence[bytes], request: SampleRequest) -> int:
+        """Count the blocks to prefill for a request, plus the shard's unfinished sequences."""
+        num_shared = self._shared(digests, request)
         return self.shape.pages_of(len(request.prompt)) - num_shared + len(self.unfinished)
 
     def admit(
-        self, ticket: int, request: SampleRequest, tokens: np.ndarray, blocks: Sequence[bytes]
+        self, ticket: int, request: SampleRequest, tokens: np.ndarray, digests: list[bytes]
     ) -> bool:
         """Admit a request if there is room; return whether it was admitted.
 
-        `tokens` are the prompt of the request, `blocks` the whole pages of the prompt.
+        `tokens` are the prompt of the request, `digests` name the prompt's whole blocks.
         """
         shape = self.shape
-        shared, total = self._shared(blocks, request), shape.pages_of(len(tokens))
-        longest = shape.pages_of(request.options.max_tokens)
-        # Shared idle pages count as needed: once they are held, nothing else can take them.
-        needed_pages = total - len(shared) + self.pool.idle(shared)
-        if not self._indices or needed_pages > self._spare(longest):
+        shared, total = self._shared(digests, request), shape.pages_of(len(tokens))
+        longest = shape.answer_pages(request.options.max_tokens)
+        if not self._indices or self._needed(digests, shared, len(tokens)) > self._spare(longest):
             return False
-        self.pool.hold(shared)
-        self.reused_tokens += len(shared) * shape.page_size
-        unread = total - len(shared)
-        pages = shared + [self.pool.take() for _ in range(unread)]
-        for number in range(len(shared), len(blocks)):
-            parent = pages[number - 1] if number else None
-            self.pool.name(pages[number], parent, blocks[number])
-        index = self._indices.pop()
-        admitted = AdmittedPrompt(ticket, request, tokens, index, pages, unread, request.group)
-        self.tasks.extend((admitted, number) for number in range(len(shared), total))
-        sequences = [DecodeSequence(admitted, number) for number in range(request.group)]
-        self.lanes[shape.lane_of(request.group)].queued.extend(sequences)
-        self.unfinished |= dict.fromkeys(sequences)
+        self.reused_tokens += shared * shape.page_size
+        admitted = AdmittedPrompt(
+            ticket,
+            request,
+            tokens,
+            digests,
+            self._indices.pop(),
+            np.zeros((shape.groups, total), np.int32),
+            [{} for _ in shape.kinds],
+            total - shared,
+            request.group,
+        )
+        self._hold_shared(admitted, shared)
+        for n in self._full:
+            for number in range(shared, total):
+                self._take(admitted, n, number)
+        for n in self._windowed:
+            carried = shape.carried(shape.kinds[n], len(tokens))
+            self._carried[n] += carried
+            self._passing[n] += total - carried
+        self.tasks.extend((admitted, number) for number in range(shared, total))
+        self._planned.update(digests[shared:])
+        blocks = shape.pages_of(request.options.max_tokens)
+        for number in range(request.group):
+            table, bundles = np.zeros((shape.groups, blocks), np.int32), [{} for _ in shape.kinds]
+            sequence = DecodeSequence(admitted, number, table, bundles=bundles)
+            self.lanes[shape.lane_of(request.group)].queued.append(sequence)
+            self.unfinished[sequence] = None
         self._needs[longest] += request.group
         return True
 
@@ -207,9 +284,30 @@ class Shard:
         """Remove and return the next prefill tasks, at most as many as a call holds."""
         count = min(self.shape.tasks, len(self.tasks))
         tasks = [self.tasks.popleft() for _ in range(count)]
-        for admitted, _ in tasks:
+        for admitted, number in tasks:
             admitted.unread -= 1
+            if number < len(admitted.digests):
+                _decrement(self._planned, admitted.digests[number])
+            for n in self._windowed:
+                self._take(admitted, n, number)
+            self._called[admitted] = None
         return tasks
+
+    def release_passed(self) -> None:
+        """Release the pages that prompts of the last prefill call no longer see."""
+        shape = self.shape
+        for admitted in self._called:
+            blocks = admitted.table.shape[1]
+            read = blocks - admitted.unread
+            next_token = min(read * shape.page_size, len(admitted.tokens))
+            for n in self._windowed:
+                self._release_before(admitted, n, next_token, firm=False)
+                if not admitted.unread:  # what its answers see stays until they are finished
+                    self.pool.settle(admitted.bundles[n].values())
+                    carried = shape.carried(shape.kinds[n], len(admitted.tokens))
+                    self._carried[n] -= carried
+                    self._passing[n] -= blocks - carried
+        self._called = {}
 
     @property
     def needs_prefill(self) -> bool:
@@ -228,30 +326,95 @@ class Shard:
         """
         limits, size, first = {}, self.shape.page_size, next(iter(self.unfinished), None)
         for sequence in lane.running:
+            for n in self._windowed:
+                sequence.held -= self._release_before(sequence, n, sequence.count)
             target_count = min(sequence.count + steps, sequence.max_tokens)
-            pages = sequence.pages
-            while len(pages) * size < target_count and (sequence is first or self._spare() > 0):
-                pages.append(self.pool.take())
-            limits[sequence] = min(len(pages) * size, sequence.max_tokens)
+            while sequence.blocks * size < target_count:
+                # What is reserved for the first sequence has room for its next token at least.
+                room = self._unreserved() if sequence is first else self._spare()
+                if room < self.shape.groups:
+                    break
+                for n in range(len(self.shape.kinds)):
+                    self._hold(sequence, n, sequence.blocks, self._new_bundle(n))
+                sequence.blocks += 1
+                sequence.held += self.shape.groups
+            limits[sequence] = min(sequence.blocks * size, sequence.max_tokens)
         return limits
 
     def finish(self, lane: Lane, sequence: DecodeSequence) -> bool:
         """Free a sequence's slot and pages; return whether it was the last of its request."""
         lane.free_slot(sequence)
-        self.pool.release(sequence.pages)
+        for held in sequence.bundles:
+            self.pool.release([*held.values()])
         del self.unfinished[sequence]
-        _decrement(self._needs, self.shape.pages_of(sequence.max_tokens))
+        _decrement(self._needs, self.shape.answer_pages(sequence.max_tokens))
         admitted = sequence.admitted
         admitted.unfinished -= 1
         if admitted.unfinished:
             return False
-        self.pool.release(admitted.pages)
+        for held in admitted.bundles:
+            self.pool.release([*held.values()])
         self._indices.append(admitted.index)
         return True
 
-    def _shared(self, blocks: Sequence[bytes], request: SampleRequest) -> list[int]:
-        # Not the last token's page: its hidden state, from which answers start, must be computed.
-        return self.pool.find(blocks[: (len(request.prompt) - 1) // self.shape.page_size])
+    def _shared(self, digests: Sequence[bytes], request: SampleRequest) -> int:
+        """Count the leading blocks of a prompt that need not be read again."""
+        # Not the last token's block: its hidden state, from which answers start, must be computed.
+        shared = (len(request.prompt) - 1) // self.shape.page_size
+        for n in self._full:
+            known = (self.pool.find((n, digest)) for digest in digests[:shared])
+            shared = sum(1 for _ in itertools.takewhile(lambda bundle: bundle is not None, known))
+        before = -1
+        while before != shared:
+            before = shared
+            for n in self._windowed:
+                # Of these layers, the next token needs only the blocks that it sees.
+                missing = (
+                    number
+                    for number in reversed(self._seen_blocks(n, shared))
+                    if not self._exists((n, digests[number]))
+                )
+                shared = next(missing, shared)
+        return shared
+
+    def _seen_blocks(self, n: int, shared: int) -> range:
+        """Return the blocks of a kind that the first token after `shared` blocks sees."""
+        position = shared * self.shape.page_size
+        return range(self.shape.first_block(self.shape.kinds[n], position), shared)
+
+    def _exists(self, key: Key) -> bool:
+        """Return whether a block is in the pool, or an earlier prompt will read it."""
+        return self.pool.find(key) is not None or key[1] in self._planned
+
+    def _needed(self, digests: Sequence[bytes], shared: int, tokens: int) -> int:
+        """Count the pages that a prompt of `tokens` tokens takes or reserves if it is admitted."""
+        shape = self.shape
+        total, needed = shape.pages_of(tokens), -self._reserved()
+        for n in self._full:
+            found = (self.pool.find((n, digest)) for digest in digests[:shared])
+            # Shared idle pages count as needed: once they are held, nothing else can take them.
+            idle = self.pool.newly_firm([bundle for bundle in found if bundle is not None])
+            needed += shape.kinds[n].groups * (total - shared) + idle
+        return needed + self._reserved(tokens)
+
+    def _reserved(self, tokens: int = 0) -> int:
+        """Count the pages that prompts in prefill may hold in layers with a window.
+
+        `tokens` is the length of a prompt to be admitted.
+        """
+        shape, reserved = self.shape, 0
+        for n in self._windowed:
+            carried = shape.carried(shape.kinds[n], tokens)
+            passing = self._passing[n] + shape.pages_of(tokens) - carried
+            # Each prompt carries what its next token sees. Beyond that there are only the blocks of
+            # one call.
+            pages = self._carried[n] + carried + min(shape.tasks, passing)
+            reserved += shape.kinds[n].groups * pages
+        return reserved
+
+    def _unreserved(self) -> int:
+        """Count the pages that are neither in firm use nor reserved for prefill."""
+        return self.pool.size - self.pool.firm_pages - self._reserved()
 
     def _spare(self, longest: int = 0) -> int:
         """Count the pages that sequences other than the first admitted sequence may take.
@@ -261,8 +424,61 @@ class Shard:
         # The reserve lets the first admitted sequence, and after it the next, grow to the longest
         # requested answer. So no deadlock is possible, and no sampled token is ever discarded.
         first = next(iter(self.unfinished), None)
-        held = len(first.pages) if first else 0
-        return self.pool.available - max(longest, *self._needs, 0) + held
+        held = first.held if first else 0
+        # In layers with a window it may hold more than it needs, and then nothing is reserved.
+        return self._unreserved() - max(longest - held, *(n - held for n in self._needs), 0)
+
+    # -------------------------------------------------------------------------------------- Bundles
+
+    def _hold_shared(self, admitted: AdmittedPrompt, shared: int) -> None:
+        """Hold the blocks that a prompt shares with others."""
+        promised = []
+        for n in range(len(self.shape.kinds)):
+            is_firm = n in self._full
+            for number in range(shared) if is_firm else self._seen_blocks(n, shared):
+                bundle = self.pool.find((n, admitted.digests[number]))
+                if bundle is None:
+                    promised.append((n, number))
+                    continue
+                self.pool.hold([bundle], is_firm)
+                self._hold(admitted, n, number, bundle)
+        # After all others are held, because taking a bundle may evict one that nobody holds.
+        for n, number in promised:
+            bundle = self._take(admitted, n, number)
+            self._promised[n, admitted.digests[number]] = bundle
+
+    def _take(self, admitted: AdmittedPrompt, n: int, number: int) -> Bundle:
+        """Take a bundle for a prompt's block, or hold the bundle promised to a later prompt."""
+        key = (n, admitted.digests[number]) if number < len(admitted.digests) else None
+        is_firm = n in self._full
+        bundle = self._promised.pop(key, None) if key else None
+        if bundle is None:
+            bundle = self._new_bundle(n, is_firm)
+        else:
+            self.pool.hold([bundle], is_firm)
+        if key:
+            self.pool.name(bundle, key)
+        self._hold(admitted, n, number, bundle)
+        return bundle
+
+    def _new_bundle(self, n: int, is_firm: bool = True) -> Bundle:
+        return self.pool.take(self.shape.kinds[n].groups, is_firm)
+
+    def _hold(
+        self, owner: AdmittedPrompt | DecodeSequence, n: int, number: int, bundle: Bundle
+    ) -> None:
+        owner.bundles[n][number] = bundle
+        owner.table[self.shape.slice_of(n), number] = bundle
+
+    def _release_before(
+        self, owner: AdmittedPrompt | DecodeSequence, n: int, position: int, firm: bool = True
+    ) -> int:
+        """Release the blocks of a kind that no token from `position` on sees; count their pages."""
+        held, begin = owner.bundles[n], self.shape.first_block(self.shape.kinds[n], position)
+        passed = [*itertools.takewhile(lambda number: number < begin, held)]
+        self.pool.release([held.pop(number) for number in passed], firm)
+        owner.table[self.shape.slice_of(n), passed] = 0
+        return len(passed) * self.shape.kinds[n].groups
 
 
 def _decrement(counts: Counter, key: Any) -> None:
@@ -278,7 +494,7 @@ class Scheduler:
     def __init__(self, shape: ShardShape, shards: int):
         self.shape = shape
         self.shards = [Shard(shape) for _ in range(shards)]
-        # Tickets, requests, and the tokens of their prompts, whole and in blocks of a page.
+        # Tickets, requests, the tokens of their prompts, and the digests of their whole blocks.
         self.queue: deque[tuple[int, SampleRequest, np.ndarray, list[bytes]]] = deque()
         self._queued = [0] * len(shape.lanes)  # requests in the queue for each lane
 
@@ -292,8 +508,8 @@ class Scheduler:
             )
         tokens, size = np.asarray(request.prompt, np.int32), self.shape.page_size
         blocks_end = len(tokens) // size * size
-        blocks = [tokens[i : i + size].tobytes() for i in range(0, blocks_end, size)]
-        self.queue.append((ticket, request, tokens, blocks))
+        blocks = (tokens[i : i + size].tobytes() for i in range(0, blocks_end, size))
+        self.queue.append((ticket, request, tokens, block_digests(blocks)))
         self._queued[self.shape.lane_of(request.group)] += 1
 
     @property
@@ -315,11 +531,11 @@ class Scheduler:
         """Admit the first queued request to the cheapest willing shard; return whether admitted."""
         if not self.queue:
             return False
-        ticket, request, tokens, blocks = self.queue[0]
+        ticket, request, tokens, digests = self.queue[0]
         lane = self.shape.lane_of(request.group)
         wanting = [shard for shard in self.shards if wants(shard, lane)]
-        for shard in sorted(wanting, key=lambda shard: shard.cost(blocks, request)):
-            if shard.admit(ticket, request, tokens, blocks):
+        for shard in sorted(wanting, key=lambda shard: shard.cost(digests, request)):
+            if shard.admit(ticket, request, tokens, digests):
                 self.queue.popleft()
                 self._queued[lane] -= 1
                 return True
@@ -337,7 +553,9 @@ class Scheduler:
                 decode(lane)
 
     def fill_slots(self) -> None:
+        """Give free slots to prefilled sequences, after each prefill call and before decoding."""
         for shard in self.shards:
+            shard.release_passed()
             for lane in shard.lanes:
                 lane.fill_slots()
 

@@ -34,7 +34,7 @@ def _attend(
     if not scores_at_once:
         return paged.attend(*arguments)
     return paged.attend_in_steps(
-        *arguments, paged.StepLimits(scores_at_once, keys_at_once, 8, 2**20, 1, queries)
+        *arguments, sizes=paged.StepLimits(scores_at_once, keys_at_once, 8, 2**20, 1, queries)
     )
 
 

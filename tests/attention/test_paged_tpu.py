@@ -37,7 +37,7 @@ def _attend(q, pages, layer, table, visible, part=0, parts=1, interpret=True, sm
 
 @functools.partial(jax.jit, static_argnames="parts")
 def _xla_attend(q, pages, layer, table, visible, part=0, parts=1):
-    return paged.attend_in_steps(q, pages, layer, table, visible, (part, parts), paged.ON_CPU)
+    return paged.attend_in_steps(q, pages, layer, table, visible, (part, parts), sizes=paged.ON_CPU)
 
 
 def _close(arrays, expected_arrays, atol: float = 1e-5) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from spell_jax.policy.config import UNLIMITED
+from spell_jax.sampler.page_groups import Kind
 from spell_jax.sampler.requests import Options, SampleRequest
 from spell_jax.sampler.scheduler import (
     AdmittedPrompt,
@@ -17,6 +19,9 @@ from spell_jax.sampler.scheduler import (
 )
 
 SHAPE = ShardShape(page_size=4, pages=20, slots=6, prompts=8, lanes=((1, 6), (3, 3)), tasks=4)
+# A group without a window and two with a window of six tokens; all groups with a window.
+MIXED = Kind(UNLIMITED, 1), Kind(6, 2)
+WINDOWED = (Kind(6, 2),)
 
 
 def _request(prompt: int | Sequence[int], group: int = 1, max_tokens: int = 8) -> SampleRequest:
@@ -63,6 +68,11 @@ def _slots_of(lane: Lane) -> list[tuple[int, int] | None]:
 def _sibling(shard: Shard, ticket: int, number: int = 0) -> DecodeSequence:
     (sequence,) = (s for s in shard.unfinished if (s.admitted.ticket, s.number) == (ticket, number))
     return sequence
+
+
+def _pages(shard: Shard, ticket: int) -> list[int]:
+    """Return the pages of a prompt in the first page group."""
+    return _sibling(shard, ticket).admitted.table[0].tolist()
 
 
 def _finish(shard: Shard, ticket: int, number: int = 0) -> bool:
@@ -116,7 +126,7 @@ def test_admitted_prompts_share_prefix_pages() -> None:
     )
     (shard,) = scheduler.shards
     assert _fill(scheduler) == [[[(0, 0), (0, 1), (0, 2), (1, 2)]], [[(2, 0), (2, 1), (2, 2)]]]
-    first, second, third = (_sibling(shard, ticket).admitted.pages for ticket in range(3))
+    first, second, third = (_pages(shard, ticket) for ticket in range(3))
     assert second[:2] == first[:2]
     assert len({*first, *second, *third}) == 7
     assert shard.pool.available == SHAPE.pages - 7
@@ -138,18 +148,18 @@ def test_page_of_the_last_prompt_token_is_always_prefilled(length: int, reused: 
     expected_tasks = [(0, number) for number in range(last + 1)]
     assert plans == expected_tasks + [(1, number) for number in range(reused, last + 1)]
     assert shard.reused_tokens == reused * SHAPE.page_size
-    assert _sibling(shard, 0).admitted.pages[-1] != _sibling(shard, 1).admitted.pages[-1]
+    assert _pages(shard, 0)[-1] != _pages(shard, 1)[-1]
 
 
 def test_pages_of_finished_requests_are_reused() -> None:
     scheduler = _scheduler(_request(12))
     (shard,) = scheduler.shards
     _fill(scheduler)
-    pages = _sibling(shard, 0).admitted.pages
+    pages = _pages(shard, 0)
     assert _finish(shard, 0)
     scheduler.submit(1, _request(12))
     assert _fill(scheduler) == [[[(1, 2)]]]
-    assert _sibling(shard, 1).admitted.pages[:2] == pages[:2]
+    assert _pages(shard, 1)[:2] == pages[:2]
     assert shard.reused_tokens == 8
 
 
@@ -394,7 +404,7 @@ def test_pages_are_allocated_for_next_tokens_up_to_max_tokens() -> None:
     for count, pages, limit in ((0, 1, 4), (1, 1, 4), (2, 2, 8), (6, 3, 10), (9, 3, 10)):
         sequence.count = count
         assert shard.allocate_pages(shard.lanes[0], 3) == {sequence: limit}
-        assert len(sequence.pages) == pages
+        assert sequence.blocks == pages
     assert shard.allocate_pages(shard.lanes[1], 3) == {}
 
 
@@ -416,7 +426,7 @@ def test_first_admitted_sequence_continues_when_pages_run_out() -> None:
     for limits in ((8, 4), (12, 8), (16, 8), (16, 8)):  # the first prompt is a page longer
         assert tuple(shard.allocate_pages(lane, 4).values()) == limits
         second.count, third.count = limits
-    assert len(first.pages) == len(second.pages) == 4
+    assert first.blocks == second.blocks == 4
     _finish(shard, 1)
     assert shard.allocate_pages(lane, 4) == {third: 12}
 
@@ -463,8 +473,9 @@ class _Decoder:
         self.finished: list[int] = []
         self.history: list = []
         self.waited = 0  # turns of sequences without a page
-        # For each shard: page -> prompt tokens up to its end, for pages that are prefilled.
-        self.page_contents: list[dict[int, tuple[int, ...]]] = [{} for _ in scheduler.shards]
+        # For each shard: page -> kind and prompt tokens up to its end, for prefilled pages, or
+        # sequence and block, for pages of answers.
+        self.page_contents: list[dict[int, tuple]] = [{} for _ in scheduler.shards]
 
     def run(self, requests: Sequence[SampleRequest]) -> None:
         """Answer all requests: submit half of the requests first, then one per finished request."""
@@ -496,16 +507,28 @@ class _Decoder:
     def _read(self, number: int, tasks: list[tuple[AdmittedPrompt, int]]) -> None:
         """Run a prefill call: write all of its pages, then let each page read all earlier pages."""
         page_contents, block = self.page_contents[number], self.scheduler.shape.page_size
-        self.history.append([(number, r.ticket, r.pages[i], i) for r, i in tasks])
+        self.history.append([(number, r.ticket, r.table[:, i].tolist(), i) for r, i in tasks])
         for admitted, i in tasks:
-            page_contents[admitted.pages[i]] = tuple(admitted.request.prompt[: (i + 1) * block])
+            content = tuple(admitted.request.prompt[: (i + 1) * block])
+            for n in range(len(self.scheduler.shape.kinds)):
+                for page in self._pages(admitted, n, i):
+                    page_contents[page] = n, content
         for admitted, i in tasks:
-            self._check_read(number, admitted, i + 1)
+            self._check_read(number, admitted, i * block, i + 1)
 
-    def _check_read(self, number: int, admitted: AdmittedPrompt, pages: int) -> None:
-        prompt, block = admitted.request.prompt, self.scheduler.shape.page_size
-        for i, page in enumerate(admitted.pages[:pages]):
-            assert self.page_contents[number].get(page) == tuple(prompt[: (i + 1) * block])
+    def _pages(self, owner: AdmittedPrompt | DecodeSequence, n: int, block: int) -> list[int]:
+        pages = owner.table[self.scheduler.shape.slice_of(n), block].tolist()
+        assert len({*pages, 0}) == self.scheduler.shape.kinds[n].groups + 1
+        return pages
+
+    def _check_read(self, number: int, admitted: AdmittedPrompt, position: int, end: int) -> None:
+        """Check the blocks before `end` that a token at a position sees."""
+        prompt, shape = admitted.request.prompt, self.scheduler.shape
+        for n, kind in enumerate(shape.kinds):
+            for i in range(shape.first_block(kind, position), end):
+                content = n, tuple(prompt[: (i + 1) * shape.page_size])
+                for page in self._pages(admitted, n, i):
+                    assert self.page_contents[number].get(page) == content
 
     def _decode(self) -> int:
         limits = []
@@ -520,7 +543,8 @@ class _Decoder:
                 (limit,) = (
                     lane_limits[first] for *_, lane_limits in limits if first in lane_limits
                 )
-                assert limit >= min(first.count + self.steps, first.max_tokens)
+                few = first.count + (1 if shard._windowed else self.steps)
+                assert limit >= min(few, first.max_tokens)
         return sum(self._sample(*entry) for entry in limits)
 
     def _sample(self, number: int, lane: int, limits: dict[DecodeSequence, int]) -> int:
@@ -528,9 +552,8 @@ class _Decoder:
         for sequence, limit in limits.items():
             self.history.append((number, sequence.admitted.ticket, sequence.number, limit))
             assert sequence.count <= limit <= sequence.max_tokens
-            assert limit <= len(sequence.pages) * self.scheduler.shape.page_size
-            for page in sequence.pages:
-                self.page_contents[number].pop(page, None)
+            assert limit <= sequence.blocks * self.scheduler.shape.page_size
+            self._write_own(number, sequence)
             longest = int(self.rng.integers(1, sequence.max_tokens, endpoint=True))
             length = self.lengths.setdefault(sequence, longest)
             max_new = min(limit - sequence.count, self.steps)
@@ -543,13 +566,31 @@ class _Decoder:
                 self.finished.append(sequence.admitted.ticket)
         return sampled
 
+    def _write_own(self, number: int, sequence: DecodeSequence) -> None:
+        """Check the sequence's own blocks that its next token sees, and write the later ones."""
+        shape, contents = self.scheduler.shape, self.page_contents[number]
+        for n, kind in enumerate(shape.kinds):
+            for block in range(shape.first_block(kind, sequence.count), sequence.blocks):
+                for page in self._pages(sequence, n, block):
+                    if block * shape.page_size < sequence.count:
+                        assert contents[page] == (sequence, block)
+                    contents[page] = sequence, block
+
     def _check(self) -> None:
         """Check the invariants."""
         shape = self.scheduler.shape
         for number, shard in enumerate(self.scheduler.shards):
             residents = {sequence.admitted: None for sequence in shard.unfinished}
-            of_prompts = {page for admitted in residents for page in admitted.pages}
-            of_answers = [page for sequence in shard.unfinished for page in sequence.pages]
+            of_prompts = {page for r in residents for page in r.table.ravel().tolist()} - {0}
+            of_answers = [
+                page
+                for sequence in shard.unfinished
+                for page in sequence.table.ravel().tolist()
+                if page
+            ]
+            for owner in (*residents, *shard.unfinished):
+                held = [page for by_block in owner.bundles for b in by_block.values() for page in b]
+                assert sorted(held) == sorted(owner.table[owner.table > 0].tolist())
             assert len({*of_prompts, *of_answers}) == len(of_prompts) + len(of_answers)
             used_pages = len(of_prompts) + len(of_answers)
             assert used_pages <= shape.pages and {*of_prompts, *of_answers} <= {
@@ -559,8 +600,11 @@ class _Decoder:
             assert len({r.index for r in residents}) == len(residents) <= shape.prompts
             assert all(0 <= r.index < shape.prompts for r in residents)
             for first in list(shard.unfinished)[:1]:
-                longest = max(shape.pages_of(s.max_tokens) for s in shard.unfinished)
-                assert shard.pool.available + len(first.pages) >= longest
+                longest = max(shape.answer_pages(s.max_tokens) for s in shard.unfinished)
+                assert shard._unreserved() + first.held >= longest
+                assert first.held == np.count_nonzero(first.table)
+            passing = used_pages - shard.pool.firm_pages
+            assert 0 <= passing <= shard._reserved()
             for lane in shard.lanes:
                 rows = lane.groups()
                 assert len(rows) == lane._row_count <= lane.rows
@@ -570,7 +614,9 @@ class _Decoder:
                 assert slots == [i for i, sequence in enumerate(lane.slots) if sequence]
                 for admitted, row in rows:
                     assert {s.admitted for s in lane.slots if s and s.slot in row} == {admitted}
-                    self._check_read(number, admitted, len(admitted.pages))
+                    self._check_read(
+                        number, admitted, len(admitted.tokens), admitted.table.shape[1]
+                    )
 
 
 def _random_requests(
@@ -597,7 +643,8 @@ def _simulate(shape: ShardShape, shards: int, seed: int, steps: int, count: int 
     assert sum(request.group for request in requests) == len(decoder.lengths)
     assert all(sequence.count == length for sequence, length in decoder.lengths.items())
     for shard in scheduler.shards:
-        assert shard.pool.available == shape.pages
+        assert shard.pool.available == shape.pages and not shard.pool.firm_pages
+        assert not shard._reserved() and not shard._promised and not shard._planned
         assert not shard._needs and not shard.unfinished and not shard.tasks
         assert sorted(shard._indices) == list(range(shape.prompts))
         assert not any(any(lane.slots) or lane.queued or lane._slot_counts for lane in shard.lanes)
@@ -639,9 +686,34 @@ def test_all_requests_finish_with_any_shape(sizes: dict) -> None:
         _simulate(shape, shards, seed=7, steps=3)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("steps", [1, 3, 16])
+@pytest.mark.parametrize(
+    ("kinds", "pages"),
+    [(MIXED, 44), (MIXED, 52), (MIXED, 1200), (WINDOWED, 32), (WINDOWED, 40), (WINDOWED, 800)],
+)
+def test_all_requests_finish_with_windows(kinds, pages: int, steps: int, shards: int) -> None:
+    """A token never sees a page that was released, or that another prompt or answer overwrote."""
+    shape, reused, waited = dataclasses.replace(SHAPE, pages=pages, kinds=kinds), 0, 0
+    for seed in range(3):
+        decoder = _simulate(shape, shards, seed, steps)
+        reused += sum(shard.reused_tokens for shard in decoder.scheduler.shards)
+        waited += decoder.waited
+    assert reused > 0
+    assert (waited > 0) == (pages < 100), "the case should have sequences that wait for pages"
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 13])
+def test_all_requests_finish_with_any_window(window: int, tasks: int) -> None:
+    for kinds in ((Kind(window, 1),), (Kind(UNLIMITED, 1), Kind(window, 1), Kind(window + 3, 1))):
+        shape = dataclasses.replace(SHAPE, pages=40, tasks=tasks, kinds=kinds)
+        _simulate(shape, 1, seed=7, steps=3)
+
+
 def test_equal_requests_and_samples_give_equal_plans() -> None:
-    for shards in (1, 2):
-        shape = dataclasses.replace(SHAPE, pages=14)
+    for shards, kinds in ((1, SHAPE.kinds), (2, SHAPE.kinds), (1, MIXED)):
+        shape = dataclasses.replace(SHAPE, pages=14 if kinds == SHAPE.kinds else 52, kinds=kinds)
         first, second = (_simulate(shape, shards, seed=5, steps=3) for _ in range(2))
         assert len(first.history) > 100
         assert first.history == second.history
