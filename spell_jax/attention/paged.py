@@ -218,10 +218,10 @@ def _attend_pages(queries, table, visible, *, pages: Pages, layer, steps, offset
             # One multiplication per score instead of one per element of the keys.
             scores *= block.key_scales[:, :, None]
         numbers, *first = (x[:, None, :, None] for x in visible.swapaxes(0, 1))
-        seen = n * span + offsets < numbers
+        is_visible = n * span + offsets < numbers
         for x in first:
-            seen &= n * span + offsets >= x
-        scores = jnp.where(seen, scores, MASKED)
+            is_visible &= n * span + offsets >= x
+        scores = jnp.where(is_visible, scores, MASKED)
 
         def weighted_sum(weights):
             if block.value_scales is not None:

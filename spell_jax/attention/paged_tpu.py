@@ -267,11 +267,11 @@ def _kernel(
         def _(piece):
             page = chunk * sizes.chunk + piece * sizes.piece
             before = page * stride + origin[1]
-            seen = offsets[...] < visible[0:1].reshape(-1, 1) - before
+            is_visible = offsets[...] < visible[0:1].reshape(-1, 1) - before
             if len(visible) > 1:
-                seen &= offsets[...] >= visible[1:2].reshape(-1, 1) - before
+                is_visible &= offsets[...] >= visible[1:2].reshape(-1, 1) - before
             page_range = (slot, pl.ds(piece * sizes.piece, sizes.piece))
-            _add_pages(queries, buffers, page_range, seen, (out, top, total))
+            _add_pages(queries, buffers, page_range, is_visible, (out, top, total))
 
     # A step without pages has no last chunk in which to fetch for the next step.
     pl.when(chunks == 0)(lambda: fetch(next_table, next_pages, 0, begin))

@@ -337,10 +337,10 @@ def _job_kernel(
             if scales:
                 scores *= scales[0][which, page, token][None, :]
             position = number * block_k + lax.iota(jnp.int32, block_k)
-            seen = position[None, :] < limit
+            is_visible = position[None, :] < limit
             for x in first:
-                seen &= position[None, :] >= x
-            scores = jnp.where(seen, scores, MASKED)
+                is_visible &= position[None, :] >= x
+            scores = jnp.where(is_visible, scores, MASKED)
 
             def weighted_sum(weights):
                 if scales:

@@ -173,9 +173,9 @@ def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer: _Layer, arrays, 
     prompt = jnp.repeat(arrays["prompt_visible"], time, axis=1)
     if layer.window is not None:
         # A token that is not kept sees no prompt. Otherwise idle cells would lengthen their row.
-        own = of_cells(suffix_visible)
-        prompt = jnp.where(own > 0, prompt, 0)
-        first = layer.first_visible(prompt + own)
+        sampled = of_cells(suffix_visible)
+        prompt = jnp.where(sampled > 0, prompt, 0)
+        first = layer.first_visible(prompt + sampled)
     # The queries of all samples of a prompt in one row: one product reads the prompt's keys once.
     prompt_part = read(of_cells(q), table=prompt_table, num_visible=prompt, first_visible=first)
     at = arrays["row"], arrays["cell"]

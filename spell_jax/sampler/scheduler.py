@@ -247,7 +247,9 @@ class Shard:
         shape = self.shape
         shared, total = self._shared(digests, request), shape.pages_of(len(tokens))
         longest = shape.answer_pages(request.options.max_tokens)
-        if not self._indices or self._needed(digests, shared, len(tokens)) > self._spare(longest):
+        if not self._indices or self._pages_to_admit(digests, shared, len(tokens)) > self._spare(
+            longest
+        ):
             return False
         self.reused_tokens += shared * shape.page_size
         admitted = AdmittedPrompt(
@@ -362,8 +364,8 @@ class Shard:
         # Not the last token's block: its hidden state, from which answers start, must be computed.
         shared = (len(request.prompt) - 1) // self.shape.page_size
         for n in self._full:
-            known = (self.pool.find((n, digest)) for digest in digests[:shared])
-            shared = sum(1 for _ in itertools.takewhile(lambda bundle: bundle is not None, known))
+            bundles = (self.pool.find((n, digest)) for digest in digests[:shared])
+            shared = sum(1 for _ in itertools.takewhile(lambda bundle: bundle is not None, bundles))
         before = -1
         while before != shared:
             before = shared
@@ -386,16 +388,16 @@ class Shard:
         """Return whether a block is in the pool, or an earlier prompt will read it."""
         return self.pool.find(key) is not None or key[1] in self._planned
 
-    def _needed(self, digests: Sequence[bytes], shared: int, tokens: int) -> int:
+    def _pages_to_admit(self, digests: Sequence[bytes], shared: int, tokens: int) -> int:
         """Count the pages that a prompt of `tokens` tokens takes or reserves if it is admitted."""
         shape = self.shape
-        total, needed = shape.pages_of(tokens), -self._reserved()
+        total, pages = shape.pages_of(tokens), self._reserved(tokens) - self._reserved()
         for n in self._full:
-            found = (self.pool.find((n, digest)) for digest in digests[:shared])
-            # Shared idle pages count as needed: once they are held, nothing else can take them.
-            idle = self.pool.newly_firm([bundle for bundle in found if bundle is not None])
-            needed += shape.kinds[n].groups * (total - shared) + idle
-        return needed + self._reserved(tokens)
+            bundles = (self.pool.find((n, digest)) for digest in digests[:shared])
+            # Shared idle pages count, too: once they are held, nothing else can take them.
+            idle = self.pool.newly_firm([bundle for bundle in bundles if bundle is not None])
+            pages += shape.kinds[n].groups * (total - shared) + idle
+        return pages
 
     def _reserved(self, tokens: int = 0) -> int:
         """Count the pages that prompts in prefill may hold in layers with a window.
@@ -431,7 +433,7 @@ class Shard:
     # -------------------------------------------------------------------------------------- Bundles
 
     def _hold_shared(self, admitted: AdmittedPrompt, shared: int) -> None:
-        """Hold the blocks that a prompt shares with others."""
+        """Add a prompt to the users of the blocks that it shares with other prompts."""
         promised = []
         for n in range(len(self.shape.kinds)):
             is_firm = n in self._full

@@ -27,14 +27,26 @@ LONGEST = TABLE * BLOCK
 
 @functools.partial(jax.jit, static_argnames=("parts", "scores_at_once", "keys_at_once", "queries"))
 def _attend(
-    q, pages, layer, table, visible, part, parts, scores_at_once=0, keys_at_once=256, queries=512
+    q,
+    pages,
+    layer,
+    table,
+    visible,
+    part,
+    parts,
+    first=None,
+    scores_at_once=0,
+    keys_at_once=256,
+    queries=512,
 ):
     """Attend with limits on a step's work, or (scores_at_once = 0) with the platform's limits."""
     arguments = (q, pages, layer, table, visible, (part, parts))
     if not scores_at_once:
-        return paged.attend(*arguments)
+        return paged.attend(*arguments, first_visible=first)
     return paged.attend_in_steps(
-        *arguments, sizes=paged.StepLimits(scores_at_once, keys_at_once, 8, 2**20, 1, queries)
+        *arguments,
+        first,
+        sizes=paged.StepLimits(scores_at_once, keys_at_once, 8, 2**20, 1, queries),
     )
 
 
@@ -65,16 +77,19 @@ def _case(rows: int, time: int, seed: int = 0, dtype=np.float32):
     return q, _pool(rng, dtype), _table(rng, rows), visible
 
 
-def _dense(q, pages: Pages, layer: int, table, visible) -> tuple[np.ndarray, np.ndarray]:
+def _dense(
+    q, pages: Pages, layer: int, table, visible, first=None
+) -> tuple[np.ndarray, np.ndarray]:
     """Attend with each query of each head alone, in float64."""
+    first = np.zeros_like(visible) if first is None else first
     q, keys, values = (np.asarray(x, np.float64) for x in (q, pages.keys, pages.values))
     out, lse = np.zeros(q.shape), np.full(q.shape[:3], paged.UNSEEN)
     for row, t, head in np.ndindex(*q.shape[:3]):
         key_count, kv_head = visible[row, t], head // (q.shape[2] // keys.shape[2])
-        if not key_count:
+        if first[row, t] >= key_count:
             continue
         k, v = (
-            x[layer, table[row], kv_head].reshape(-1, q.shape[3])[:key_count]
+            x[layer, table[row], kv_head].reshape(-1, q.shape[3])[first[row, t] : key_count]
             for x in (keys, values)
         )
         scores = k @ q[row, t, head] / np.sqrt(q.shape[3])
@@ -201,6 +216,73 @@ def test_bfloat16_pages_and_queries_are_close_to_dense() -> None:
     q, pages, table, visible = _case(7, 3, seed=9, dtype=jnp.bfloat16)
     attention = _attend_all(q, pages, 1, table, visible)
     _close(attention, _dense(q, pages, 1, table, visible), atol=5e-2)
+
+
+# ----------------------------------------------------------------------------------------- Windows
+
+
+def _first(visible: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Draw the first key that each query sees; some queries see nothing."""
+    rng = np.random.default_rng(seed)
+    return np.maximum(visible - rng.integers(0, 9, size=visible.shape), 0).astype(np.int32)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"scores_at_once": 300, "keys_at_once": 4}], ids=str)
+def test_keys_before_the_first_visible_key_are_masked(sizes: dict[str, int]) -> None:
+    q, pages, table, visible = _case(7, 3, seed=15)
+    first = _first(visible)
+    assert np.any((first >= visible) & (visible > 0)) and np.any(first == visible - 1)
+    attention = _attend_all(q, pages, 1, table, visible, first=first, **sizes)
+    _close(attention, _dense(q, pages, 1, table, visible, first))
+
+
+def test_every_window_equals_dense() -> None:
+    """One row for each pair of first key and number of keys, at all edges of pages."""
+    pairs = [(a, b) for b in range(LONGEST + 1) for a in range(0, b + 1, 3)]
+    q, pages, table, _ = _case(len(pairs), 1, seed=16)
+    first, visible = np.array(pairs, np.int32)[:, :, None].swapaxes(0, 1)
+    attention = _attend_all(q, pages, 2, table, visible, first=first)
+    _close(attention, _dense(q, pages, 2, table, visible, first))
+
+
+@pytest.mark.parametrize("time", [1, 3])
+def test_pages_before_the_window_are_not_read(time: int) -> None:
+    q, pages, table, _ = _case(6, time, seed=17)
+    visible = 3 * BLOCK + np.arange(1, time + 1) + np.array([[0, 1, 4, 5, 2, 3]]).T
+    visible = visible.astype(np.int32)
+    first = visible - 6
+    table[:] = np.where(table == 0, 1, table)
+    expected_attention = _dense(q, pages, 1, table, visible, first)
+    for row, begin in enumerate(first.min(axis=1) // BLOCK):
+        assert begin > 0
+        table[row, :begin] = 0
+    spoiled = Pages(*(x.at[:, 0].set(jnp.nan) for x in (pages.keys, pages.values)))
+    _close(_attend_all(q, spoiled, 1, table, visible, first=first), expected_attention)
+
+
+def test_merged_parts_of_windows_equal_full_attention() -> None:
+    q, pages, table, visible = _case(7, 3, seed=18)
+    first = _first(visible)
+    partial_attentions = [
+        _attend(q, part, 1, table, visible, i, 2, first) for i, part in enumerate(_parts(pages, 2))
+    ]
+    expected_attention = _dense(q, pages, 1, table, visible, first)
+    _close(jax.jit(paged.merge)(*partial_attentions), expected_attention)
+
+
+@pytest.mark.slow
+def test_adjacent_rows_with_windows_equal_dense() -> None:
+    """Pages of prompts in prefill, whose rows begin at different pages of one table."""
+    q, pages, _, _ = _case(8, 3)
+    rng = np.random.default_rng(4)
+    table = np.repeat([rng.permutation(np.arange(1, PAGES))[:TABLE] for _ in range(2)], 4, axis=0)
+    visible = (np.array([0, 4, 8, 12] * 2)[:, None] + np.arange(1, 4)).astype(np.int32)
+    for window in (1, 5, 9, 2**30):
+        first = np.maximum(visible - window, 0)
+        sizes = {"scores_at_once": 300, "keys_at_once": 8, "queries": 24}
+        arguments = q, pages, 1, table.astype(np.int32), visible
+        for limits in ({}, sizes):
+            _close(_attend_all(*arguments, first=first, **limits), _dense(*arguments, first))
 
 
 # ------------------------------------------------------------------------------------------- Parts

@@ -29,15 +29,18 @@ SMALL = {
 
 
 @functools.partial(jax.jit, static_argnames=("parts", "interpret", "small"))
-def _attend(q, pages, layer, table, visible, part=0, parts=1, interpret=True, small=True):
+def _attend(
+    q, pages, layer, table, visible, part=0, parts=1, first=None, interpret=True, small=True
+):
     with mock.patch.multiple(paged_tpu, **(SMALL if small else {"_PIECE": paged_tpu._PIECE})):
         share = (part, parts)
-        return paged_tpu.attend(q, pages, layer, table, visible, share, interpret=interpret)
+        return paged_tpu.attend(q, pages, layer, table, visible, share, first, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames="parts")
-def _xla_attend(q, pages, layer, table, visible, part=0, parts=1):
-    return paged.attend_in_steps(q, pages, layer, table, visible, (part, parts), sizes=paged.ON_CPU)
+def _xla_attend(q, pages, layer, table, visible, part=0, parts=1, first=None):
+    arguments = q, pages, layer, table, visible, (part, parts), first
+    return paged.attend_in_steps(*arguments, sizes=paged.ON_CPU)
 
 
 def _close(arrays, expected_arrays, atol: float = 1e-5) -> None:
@@ -117,6 +120,18 @@ def test_prompt_tokens_attend_causally() -> None:
     visible = (np.array([0, 15])[:, None] + np.arange(24) + 1).astype(np.int32)
     visible[1, 20:] = 0
     _close(_attend(q, pages, 1, table, visible), _xla_attend(q, pages, 1, table, visible))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_windows_equal_xla_attention(parts: int) -> None:
+    """Some queries of a row see keys of later pages only, some see nothing."""
+    q, pages, table, visible = _case(*USUAL, seed=8)
+    rng = np.random.default_rng(8)
+    first = np.maximum(visible - rng.integers(0, 20, size=visible.shape), 0).astype(np.int32)
+    visible[3] = [9, 0]
+    first[3] = [9, 0]
+    arguments = q, pages, 1, table, visible, parts - 1, parts
+    _close(_attend(*arguments, first=first), _xla_attend(*arguments, first=first))
 
 
 def test_pages_that_no_query_sees_are_not_read() -> None:
@@ -242,8 +257,11 @@ def test_lowers_for_tpu_without_one(pool_dtype) -> None:
     dtype = jnp.float32 if pool_dtype == jnp.float32 else jnp.bfloat16
     for rows, time in ((64, 8), (3, 512)):
         shapes = _shapes(rows, time, 28, 4, 128, 144, q=dtype, pool_dtype=pool_dtype)
-        traced = jax.jit(functools.partial(paged_tpu.attend, share=(1, 2))).trace(*shapes)
-        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        attend = jax.jit(functools.partial(paged_tpu.attend, share=(1, 2)))
+        with_window = attend.trace(*shapes, first_visible=shapes[-1])
+        text = with_window.lower(lowering_platforms=("tpu",)).as_text()
+        assert text.count("stablehlo.custom_call @tpu_custom_call") == 1
+        text = attend.trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
         assert text.count("stablehlo.custom_call @tpu_custom_call") == 1
         # XLA would otherwise copy the scales of all layers to VMEM, for every layer.
         assert text.count("operand_index") == (4 if pool_dtype == jnp.int8 else 2)

@@ -20,8 +20,8 @@ HALF_PAGES, TWO_PAGES = Tile(16, 16, 4, 2), Tile(16, 64, 4, 2)  # by the size of
 
 
 @functools.partial(jax.jit, static_argnames=("parts", "tile"))
-def _triton_attend(q, pages, layer, table, visible, part=0, parts=1, tile=None):
-    return paged_triton.attend(q, pages, layer, table, visible, (part, parts), tile=tile)
+def _triton_attend(q, pages, layer, table, visible, part=0, parts=1, tile=None, first=None):
+    return paged_triton.attend(q, pages, layer, table, visible, (part, parts), first, tile=tile)
 
 
 # On a CPU this is attend_in_steps, which test_paged.py compares with numpy.
@@ -119,6 +119,24 @@ def test_keys_past_the_visible_count_have_no_effect() -> None:
     for results in (attention, spoiled_attention):
         for array, expected in zip(results, expected_attention, strict=True):
             np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize(("tile", "parts"), [(HALF_PAGES, 1), (TWO_PAGES, 1), (HALF_PAGES, 2)])
+def test_windows_equal_xla_attention(tile: Tile, parts: int) -> None:
+    q, pages, layer, table, visible = _case(seed=14)
+    rng = np.random.default_rng(14)
+    first = np.maximum(visible - rng.integers(0, 70, size=visible.shape), 0).astype(np.int32)
+    visible[1], first[1] = [40, 0, 33], [40, 0, 32]  # two queries see nothing
+    arguments = q, pages, layer, table, visible
+    pools = [
+        Pages(*(jnp.split(x, parts, 3)[i] for x in (pages.keys, pages.values)))
+        for i in range(parts)
+    ]
+    partial_attentions = [
+        _triton_attend(q, pool, *arguments[2:], i, parts, tile, first)
+        for i, pool in enumerate(pools)
+    ]
+    _close(paged.merge(*partial_attentions), _xla_attend(*arguments, first_visible=first))
 
 
 def test_extreme_scores_give_finite_results() -> None:
@@ -304,8 +322,14 @@ SHAPES = [
 def test_lowers_for_gpu_without_one(shape) -> None:
     args = _abstract(*shape)
     attend = functools.partial(paged_triton.attend, interpret=False)
+
+    def attend_in_window(*args):
+        return attend(*args[:-1], first_visible=args[-1])
+
+    windowed = programs.lowered_for_gpu(attend_in_window, *args, args[-1])
     text = programs.lowered_for_gpu(attend, *args)
-    assert text.count("custom_call @__gpu$xla.gpu.triton") == 2
+    for program in (windowed, text):
+        assert program.count("custom_call @__gpu$xla.gpu.triton") == 2
     for kernel in ("_job_kernel", "_merge_kernel"):
         assert f'name = "{kernel}"' in text
 

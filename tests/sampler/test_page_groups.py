@@ -18,10 +18,10 @@ def _groups(layers: int, window_layers) -> tuple[int, list[tuple[int, int]]]:
     assert len(set(places)) == layers and max(groups.place) < groups.size
     first = 0
     for kind in groups.kinds:
-        own = [
+        numbers = [
             layer for layer in range(layers) if first <= groups.group[layer] < first + kind.groups
         ]
-        assert [layer in window_layers for layer in own] == [kind.window == 512] * len(own)
+        assert [layer in window_layers for layer in numbers] == [kind.window == 512] * len(numbers)
         first += kind.groups
     return groups.size, [(kind.window, kind.groups) for kind in groups.kinds]
 

@@ -8,6 +8,7 @@ import pytest
 
 from spell_jax.policy.config import UNLIMITED
 from spell_jax.sampler.page_groups import Kind
+from spell_jax.sampler.page_pool import block_digests
 from spell_jax.sampler.requests import Options, SampleRequest
 from spell_jax.sampler.scheduler import (
     AdmittedPrompt,
@@ -460,6 +461,103 @@ def test_refilled_slot_does_not_overtake_earlier_sequences() -> None:
     assert {s.admitted.ticket: limit for s, limit in limits.items()} == {1: 8, 2: 8, 3: 0}
 
 
+# ----------------------------------------------------------------------------------------- Windows
+
+
+def _used(shard: Shard) -> int:
+    return shard.pool.size - shard.pool.available
+
+
+@pytest.mark.parametrize(("kinds", "full_pages"), [(WINDOWED, 0), (MIXED, 100)])
+def test_long_prompt_holds_only_the_window_between_calls(kinds, full_pages: int) -> None:
+    """A call of four blocks adds four to the two that its first token sees, of 100 blocks."""
+    scheduler = _scheduler(_request(400), pages=full_pages + 2 * (2 + 4) + 6, kinds=kinds)
+    (shard,), calls = scheduler.shards, 0
+    while scheduler.plan_prefill() is not None:
+        assert _used(shard) <= full_pages + 2 * (2 + 4)
+        scheduler.fill_slots()
+        assert _used(shard) <= full_pages + 2 * 2
+        calls += 1
+    assert calls == 25
+    pages = _sibling(shard, 0).admitted.table[-2:]
+    # Token 400 sees tokens 395 to 399, in blocks 98 and 99.
+    assert np.all(pages[:, 98:] > 0) and not np.any(pages[:, :98])
+    _finish(shard, 0)
+    assert _used(shard) == 0
+
+
+def test_answer_holds_only_the_pages_of_its_window() -> None:
+    scheduler = _scheduler(_request(1, 1, 200), pages=20, kinds=WINDOWED)
+    (shard,) = scheduler.shards
+    _fill(scheduler)
+    sequence = _sibling(shard, 0)
+    for count in range(0, 200, 3):
+        sequence.count = count
+        limits = shard.allocate_pages(shard.lanes[0], 3)
+        assert limits[sequence] >= min(count + 3, 200)
+        held = np.flatnonzero(sequence.table[0])
+        # Token `count` sees its last five tokens. Tokens up to count + 2 are about to be written.
+        assert held.tolist() == [*range(max(0, count - 5) // 4, (min(count + 3, 200) + 3) // 4)]
+        assert sequence.held == 2 * len(held)
+
+
+def test_prefix_is_shared_if_what_the_next_token_sees_is_in_the_pool() -> None:
+    scheduler = _scheduler(_request(18), pages=60, kinds=MIXED)
+    (shard,) = scheduler.shards
+    _fill(scheduler)
+    first = _sibling(shard, 0).admitted.table.copy()
+    _finish(shard, 0)
+    scheduler.submit(1, _request([*range(16), 50, 51]))
+    assert _fill(scheduler) == [[[(1, 4)]]]
+    table = _sibling(shard, 1).admitted.table
+    assert table[0, :4].tolist() == first[0, :4].tolist()
+    # Token 18 sees tokens from 13 on, in blocks 3 and 4.
+    assert table[1:, 3].tolist() == first[1:, 3].tolist() and not np.any(table[1:, :3])
+    _finish(shard, 1)
+    shard.pool.release([shard.pool.take(shard.pool.available)])  # evicts everything
+    scheduler.submit(2, _request(18))
+    assert _fill(scheduler) == [[[(2, 0), (2, 1), (2, 2), (2, 3)]], [[(2, 4)]]]
+
+
+def test_prefix_is_not_shared_without_the_pages_of_its_window() -> None:
+    scheduler = _scheduler(_request(18), pages=60, kinds=MIXED)
+    (shard,) = scheduler.shards
+    _fill(scheduler)
+    _finish(shard, 0)
+    key = 1, _digests(range(12))[-1]
+    window_page, full_page = shard.pool.find(key), shard.pool.find((0, key[1]))
+    assert window_page and full_page
+    del shard.pool._known[key], shard.pool._key[window_page]
+    scheduler.submit(1, _request(18))
+    # Tokens from 12 to 17 see block 2, and token 8 sees block 0 and 1.
+    assert _fill(scheduler) == [[[(1, 2), (1, 3), (1, 4)]]]
+
+
+def _digests(tokens: range) -> list[bytes]:
+    array = np.array(tokens, np.int32)
+    return block_digests(array[i : i + 4].tobytes() for i in range(0, len(array), 4))
+
+
+@pytest.mark.parametrize("kinds", [MIXED, WINDOWED])
+def test_prefix_of_a_prompt_in_prefill_is_shared(kinds) -> None:
+    """The second prompt takes the pages that it will see; the first prompt's task writes them."""
+    scheduler = _scheduler(_request(40), _request([*range(22), 50]), pages=60, tasks=4, kinds=kinds)
+    (shard,) = scheduler.shards
+    assert scheduler.plan_prefill() is not None
+    first, second = (_sibling(shard, ticket).admitted.table for ticket in range(2))
+    assert shard.reused_tokens == 20
+    pages = second[-2:, 3:5].copy()  # token 20 sees tokens from 15 on
+    assert np.all(pages > 0) and not np.any(first[-2:, 4:])
+    scheduler.fill_slots()
+    assert scheduler.plan_prefill() is not None
+    assert np.array_equal(first[-2:, 4], pages[:, 1])
+    scheduler.fill_slots()
+    assert _fill(scheduler) == [[[(0, 8), (0, 9), (1, 5)]]]
+    _finish(shard, 0)
+    _finish(shard, 1)
+    assert _used(shard) == 0
+
+
 # -------------------------------------------------------------------------------------- Simulation
 
 
@@ -543,8 +641,8 @@ class _Decoder:
                 (limit,) = (
                     lane_limits[first] for *_, lane_limits in limits if first in lane_limits
                 )
-                few = first.count + (1 if shard._windowed else self.steps)
-                assert limit >= min(few, first.max_tokens)
+                tokens = 1 if shard._windowed else self.steps
+                assert limit >= min(first.count + tokens, first.max_tokens)
         return sum(self._sample(*entry) for entry in limits)
 
     def _sample(self, number: int, lane: int, limits: dict[DecodeSequence, int]) -> int:
@@ -695,8 +793,8 @@ def test_all_requests_finish_with_any_shape(sizes: dict) -> None:
 def test_all_requests_finish_with_windows(kinds, pages: int, steps: int, shards: int) -> None:
     """A token never sees a page that was released, or that another prompt or answer overwrote."""
     shape, reused, waited = dataclasses.replace(SHAPE, pages=pages, kinds=kinds), 0, 0
-    for seed in range(3):
-        decoder = _simulate(shape, shards, seed, steps)
+    for seed in range(2):
+        decoder = _simulate(shape, shards, seed, steps, count=20)
         reused += sum(shard.reused_tokens for shard in decoder.scheduler.shards)
         waited += decoder.waited
     assert reused > 0
@@ -708,7 +806,7 @@ def test_all_requests_finish_with_windows(kinds, pages: int, steps: int, shards:
 def test_all_requests_finish_with_any_window(window: int, tasks: int) -> None:
     for kinds in ((Kind(window, 1),), (Kind(UNLIMITED, 1), Kind(window, 1), Kind(window + 3, 1))):
         shape = dataclasses.replace(SHAPE, pages=40, tasks=tasks, kinds=kinds)
-        _simulate(shape, 1, seed=7, steps=3)
+        _simulate(shape, 1, seed=7, steps=3, count=12)
 
 
 def test_equal_requests_and_samples_give_equal_plans() -> None:

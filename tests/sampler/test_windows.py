@@ -75,14 +75,19 @@ def _sampled(
     return [samples for samples in groups if samples is not None], session.reused_tokens
 
 
-def _assert_same(policy: PolicyConfig, atol: float = 1e-4, **other: Any) -> None:
+def _assert_same(policy: PolicyConfig, **changes: Any) -> None:
     """Compare the samples of another config or mesh with those of CONFIG on one device."""
-    groups, _ = _sampled(policy, **other)
+    groups, _ = _sampled(policy, **changes)
     expected_groups, _ = _sampled(policy)
     for samples, expected_samples in zip(groups, expected_groups, strict=True):
         for a, b in zip(samples, expected_samples, strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
-            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=atol)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+
+
+def _sampler_logprobs(groups: list[list[Sample]]) -> np.ndarray:
+    rows = [sample.logprobs for samples in groups for sample in samples]
+    return np.concatenate([row for row in rows if row is not None])
 
 
 def _learner_logprobs(policy: PolicyConfig, groups: list[list[Sample]]) -> np.ndarray:
@@ -115,7 +120,7 @@ def test_logprobs_equal_the_learners(layers: str, window: int) -> None:
     policy = _policy(layers, window)
     groups, reused = _sampled(policy)
     assert reused >= 2 * 24, "two prompts begin like the first"
-    sampled = np.concatenate([sample.logprobs for samples in groups for sample in samples])
+    sampled = _sampler_logprobs(groups)
     np.testing.assert_allclose(sampled, _learner_logprobs(policy, groups), atol=1e-4)
     full = dataclasses.replace(policy, window=0, window_layers=())
     assert np.abs(sampled - _learner_logprobs(full, groups)).max() > 0.1, "windows should matter"
@@ -148,7 +153,7 @@ def test_speculation_changes_no_answer(layers: str) -> None:
 def test_int8_cache_changes_logprobs_only_by_rounding() -> None:
     policy = _policy("most", 6)
     groups, _ = _sampled(policy, dataclasses.replace(CONFIG, cache_dtype="int8"))
-    sampled = np.concatenate([sample.logprobs for samples in groups for sample in samples])
+    sampled = _sampler_logprobs(groups)
     difference = np.abs(sampled - _learner_logprobs(policy, groups))
     assert 1e-6 < difference.max() < 0.3 and difference.mean() < 0.03
 
