@@ -561,6 +561,12 @@ def test_prefix_of_a_prompt_in_prefill_is_shared(kinds) -> None:
 # -------------------------------------------------------------------------------------- Simulation
 
 
+def _first_block(kind: Kind, position: int) -> int:
+    """Return the block of the first of the last `window` tokens up to a position."""
+    # Not by ShardShape.first_block, which decides what is released.
+    return max(0, position - (kind.window - 1)) // SHAPE.page_size
+
+
 class _Decoder:
     """A sampler without a device: it plans like session.py, and samples only counts of tokens."""
 
@@ -623,7 +629,7 @@ class _Decoder:
         """Check the blocks before `end` that a token at a position sees."""
         prompt, shape = admitted.request.prompt, self.scheduler.shape
         for n, kind in enumerate(shape.kinds):
-            for i in range(shape.first_block(kind, position), end):
+            for i in range(_first_block(kind, position), end):
                 content = n, tuple(prompt[: (i + 1) * shape.page_size])
                 for page in self._pages(admitted, n, i):
                     assert self.page_contents[number].get(page) == content
@@ -668,7 +674,7 @@ class _Decoder:
         """Check the sequence's own blocks that its next token sees, and write the later ones."""
         shape, contents = self.scheduler.shape, self.page_contents[number]
         for n, kind in enumerate(shape.kinds):
-            for block in range(shape.first_block(kind, sequence.count), sequence.blocks):
+            for block in range(_first_block(kind, sequence.count), sequence.blocks):
                 for page in self._pages(sequence, n, block):
                     if block * shape.page_size < sequence.count:
                         assert contents[page] == (sequence, block)
