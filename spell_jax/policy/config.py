@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 import pathlib
@@ -12,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from spell_jax.attention.attend import NAMES as ATTENTION
-from spell_jax.policy import rope as ropes
+from spell_jax.policy import families, hf_config
 from spell_jax.policy.products import ACTIVATIONS
 from spell_jax.policy.rope import RopeConfig
 from spell_jax.runtime.config import check_choice, check_least
@@ -22,7 +21,6 @@ NORMS = ("before", "after", "both")
 # windows add up to less than 2^31.
 UNLIMITED = 2**30
 REMAT_POLICIES = ("none", "block", "attention", "dots", "offload")
-MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 _POSITIVE = (
     "vocab_size",
     "width",
@@ -195,7 +193,7 @@ class PolicyConfig:
             raise ValueError(f"policy.score_scale = {self.score_scale}: must be above 0")
         for name in ("window_layers", "unrotated_layers"):
             numbers = getattr(self, name)
-            if list(numbers) != sorted({*numbers} & {*range(self.layers)}):
+            if list(numbers) != sorted({n for n in numbers if n in range(self.layers)}):
                 raise ValueError(
                     f"policy.{name} = {numbers}: must be ascending numbers below policy.layers = "
                     f"{self.layers}"
@@ -311,13 +309,7 @@ class PolicyConfig:
     @property
     def model_type(self) -> str:
         """Hugging Face model type with the same parts; ValueError if there is none."""
-        parts = (self.qkv_bias, self.qk_norm, self.experts > 0)
-        if parts not in _MODEL_TYPES:
-            raise ValueError(
-                f"policy.qkv_bias = {self.qkv_bias}, policy.qk_norm = {self.qk_norm}, "
-                f"policy.experts = {self.experts}: no Hugging Face architecture has these parts"
-            )
-        return _MODEL_TYPES[parts]
+        return families.find(self)
 
     @classmethod
     def from_hf(cls, source: str | pathlib.Path | dict[str, Any]) -> PolicyConfig:
@@ -327,136 +319,16 @@ class PolicyConfig:
         something that is not implemented.
         """
         if isinstance(source, dict):
-            return _from_hf(source)
+            return cls(**hf_config.read(source))
         path = pathlib.Path(source)
         try:
             raw = json.loads(path.read_bytes())
             if not isinstance(raw, dict):
                 raise ValueError(f"must be a JSON object, is a {type(raw).__name__}")
-            return _from_hf(raw)
+            return cls(**hf_config.read(raw))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def to_hf(self) -> dict[str, Any]:
         """Convert to the config.json of transformers; ValueError if there is no model_type."""
-        architecture = _ARCHITECTURES[self.model_type]
-        fields = {
-            "architectures": [architecture],
-            "model_type": self.model_type,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.width,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_size,
-            "intermediate_size": self.feed_forward,
-            **ropes.to_hf(self.rope),
-            "max_position_embeddings": self.max_positions,
-            "rms_norm_eps": self.norm_epsilon,
-            "tie_word_embeddings": self.tied_embeddings,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            # Written out: other programs would fill in a default that depends on their class.
-            "use_sliding_window": False,
-        }
-        if self.experts:
-            fields |= {
-                "moe_intermediate_size": self.feed_forward,
-                "num_experts": self.experts,
-                "num_experts_per_tok": self.experts_per_token,
-                "norm_topk_prob": self.normalized_router,
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": [],
-            }
-        return fields
-
-
-# (qkv_bias, qk_norm, has experts) -> model type.
-_MODEL_TYPES = {
-    (True, False, False): "qwen2",
-    (False, True, False): "qwen3",
-    (False, True, True): "qwen3_moe",
-    (False, False, False): "llama",
-}
-_ARCHITECTURES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "llama": "LlamaForCausalLM",
-}
-# Values that every supported model has in these fields, where present. Other values would change
-# the function that the model computes, so they are refused and never ignored.
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "use_sliding_window": (False, None),
-    "hidden_act": ("silu",),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "attention_dropout": (0, None),
-    "partial_rotary_factor": (1, None),
-    "decoder_sparse_step": (1, None),
-    "mlp_only_layers": ([], None),
-    "quantization_config": (None,),
-    "use_mrope": (False, None),
-    "is_encoder_decoder": (False, None),
-}
-
-
-def _from_hf(raw: dict[str, Any]) -> PolicyConfig:
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        raise ValueError(f"model_type = {model_type!r}: must be one of {MODEL_TYPES}")
-    for field, allowed in _FIXED.items():
-        if field in raw and raw[field] not in allowed:
-            raise ValueError(f"{field} = {raw[field]!r}: must be {allowed[0]!r}")
-    kinds = raw.get("layer_types") or []
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise ValueError(f"layer_types = {kinds!r}: must all be 'full_attention'")
-    integer = functools.partial(_field, raw, kind=int)
-    heads, width = integer("num_attention_heads"), integer("hidden_size")
-    max_positions = integer("max_position_embeddings")
-    # The default of a missing field in transformers depends on the class, so few may be missing.
-    kv_heads = integer("num_key_value_heads", default=heads if model_type == "llama" else None)
-    head_size = integer("head_dim", default=None if model_type == "qwen3" else width // heads)
-    experts = {}
-    if model_type == "qwen3_moe":
-        # transformers 5 writes num_local_experts but reads num_experts.
-        field = "num_experts" if "num_experts" in raw else "num_local_experts"
-        experts = {
-            "experts": integer(field),
-            "experts_per_token": integer("num_experts_per_tok"),
-            "normalized_router": _field(raw, "norm_topk_prob", bool, False),
-        }
-    rope = ropes.from_hf(raw, max_positions)
-    return PolicyConfig(
-        vocab_size=integer("vocab_size"),
-        width=width,
-        layers=integer("num_hidden_layers"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=head_size,
-        feed_forward=integer("moe_intermediate_size" if experts else "intermediate_size"),
-        rope=rope,
-        max_positions=ropes.context(rope, max_positions),
-        norm_epsilon=_field(raw, "rms_norm_eps", float, 1e-6),
-        qkv_bias=model_type == "qwen2",
-        # config.json does not mention biases and norms: transformers' classes have them fixed.
-        qk_norm=model_type.startswith("qwen3"),
-        tied_embeddings=_field(raw, "tie_word_embeddings", bool, False),
-        **experts,
-    )
-
-
-_KINDS = {int: "a positive integer", float: "a number", bool: "true or false"}
-
-
-def _field(raw: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
-    """Read a positive int, a float or a bool; null counts as missing."""
-    value = raw.get(name)
-    # transformers writes null for a field without a value.
-    value = default if value is None else value
-    if kind is float and type(value) is int:
-        value = float(value)
-    # Exact types: in Python True is an int, and a width of True is a mistake.
-    if type(value) is not kind or (kind is int and value < 1):
-        raise ValueError(f"{name} = {value!r}: must be {_KINDS[kind]}")
-    return value
+        return hf_config.write(self)

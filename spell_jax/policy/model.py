@@ -113,7 +113,7 @@ def _maker(folder: str) -> str:
 
 
 def known_shape(folder: str) -> PolicyConfig | None:
-    """Return the architecture of a model of the paper by the last part of its folder's name.
+    """Return the architecture of a well-known model by the last part of its folder's name.
 
     shapes.json has the fields of each model's config.json. Returns None for other models.
     """

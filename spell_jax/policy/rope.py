@@ -21,10 +21,15 @@ from jaxtyping import Array, Float, Float32, Int32
 KINDS = ("default", "linear", "llama3", "yarn")
 MOST_POSITIONS = 2**31 - 1  # positions are int32
 FIELDS = ("rope_parameters", "rope_scaling")  # of config.json; transformers 5 writes the first
-# Model types for which files without rope_theta exist (Llama 1 and 2), and their theta. Models of
-# other families have 1e6 or more, so that this default would be wrong for every such model.
-_DEFAULT_THETA = {"llama": 10_000.0}
-_FULL = "full_attention"  # the only layer type that is implemented
+LAYER_TYPES = ("full_attention", "sliding_attention")  # without and with a window
+_FULL, _WINDOW = LAYER_TYPES
+# Model types for which files without rope_theta exist (Llama 1 and 2, Gemma 3), and their theta.
+# Models of other families have several values, so that no default would be right for all.
+_DEFAULT_THETA = {"llama": 10_000.0, "gemma3_text": 1_000_000.0}
+# Model types whose layers with a window have a rope of their own, and its theta if a file has none.
+# rope_scaling and rope_theta are for the other layers.
+_WINDOW_THETA = {"gemma3_text": 10_000.0, "olmo3": 500_000.0}
+_LOCAL_THETA = {"gemma3_text": "rope_local_base_freq"}  # field with this theta in older files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,15 +135,20 @@ _REQUIRED = {
 _SCALED = {name for fields in _HF_FIELDS.values() for name in fields} | {*_MSCALES}
 
 
-def from_hf(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
+def from_hf(
+    raw: Mapping[str, Any], max_positions: int, layer_type: str = "full_attention"
+) -> RopeConfig:
     """Read the rope of a config.json: rope_theta, and rope_parameters or the older rope_scaling.
 
-    As in transformers, `max_positions`, the config's max_position_embeddings, is yarn's original
-    context length if no other is given, and original_max_position_embeddings beside rope_scaling
-    overrides the field inside. Raises ValueError if a field is unknown, missing or out of range,
-    if both objects are there, or if two fields contradict each other.
+    `layer_type` is one of LAYER_TYPES. As in transformers, `max_positions`, the config's
+    max_position_embeddings, is yarn's original context length if no other is given, and
+    original_max_position_embeddings beside rope_scaling overrides the field inside. Raises
+    ValueError if a field is unknown, missing or out of range, if both objects are there, or if two
+    fields contradict each other.
     """
-    field, scaling = _scaling(raw)
+    if layer_type == _WINDOW and raw.get("model_type") in _WINDOW_THETA:
+        raw = _of_windows(raw)
+    field, scaling = _scaling(raw, layer_type)
     kind = _kind(field, scaling)
     if kind not in KINDS:
         why = ""
@@ -164,7 +174,7 @@ def from_hf(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
     if kind == "yarn":
         values.setdefault("original_positions", max_positions)
         values |= _attention_factor(field, scaling)
-    values["theta"] = _theta(raw)
+    values["theta"] = _theta(raw, layer_type)
     try:
         return RopeConfig(kind=kind, **{name: _typed(name, v) for name, v in values.items()})
     except ValueError as error:
@@ -181,7 +191,21 @@ def context(rope: RopeConfig, max_positions: int) -> int:
     return max_positions
 
 
-def _scaling(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _of_windows(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields for layers with a window, where these have a rope of their own."""
+    model_type, theta = raw["model_type"], raw.get("rope_theta")
+    field = _LOCAL_THETA.get(model_type)
+    if field is None and not raw.get(FIELDS[0]) and theta != _WINDOW_THETA[model_type]:
+        # transformers 4 gives it to all layers, transformers 5 only to those without a window.
+        raise ValueError(
+            f"rope_theta = {theta!r}: must be {_WINDOW_THETA[model_type]} in a model of type "
+            f"{model_type!r}; rope_parameters may have another for each of {LAYER_TYPES}"
+        )
+    own_theta = raw.get(field) if field else None
+    return {**raw, "rope_theta": own_theta, "rope_scaling": None}
+
+
+def _scaling(raw: Mapping[str, Any], layer_type: str) -> tuple[str, dict[str, Any]]:
     """Return the field that describes the rope, and a copy of its object (empty without one)."""
     objects = {}
     for field in FIELDS:
@@ -189,7 +213,7 @@ def _scaling(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         if value is not None and not isinstance(value, dict):
             raise ValueError(f"{field} = {value!r}: must be an object or null")
         if value:
-            objects[field] = _flat(field, value)
+            objects[field] = _flat(raw, field, layer_type)
     if len(objects) == 2:  # transformers 5 reads a mixture of both, even where they are equal
         raise ValueError(
             f"rope_parameters = {raw['rope_parameters']!r} and rope_scaling = "
@@ -199,18 +223,23 @@ def _scaling(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return next(iter(objects.items()), (FIELDS[1], {}))
 
 
-def _flat(field: str, scaling: dict[str, Any]) -> dict[str, Any]:
-    """Return one rope's fields without nulls: the full-attention rope, if layer types differ."""
-    scaling = {name: value for name, value in scaling.items() if value is not None}
+def _flat(raw: Mapping[str, Any], field: str, layer_type: str) -> dict[str, Any]:
+    """Return the fields of a layer type's rope without nulls; {} if only other types have one."""
+    scaling = {name: value for name, value in raw[field].items() if value is not None}
     nested = [name for name, value in scaling.items() if isinstance(value, dict)]
-    if not nested:
-        return scaling
-    if len(nested) < len(scaling) or _FULL not in nested:
+    if raw.get("model_type") in _WINDOW_THETA:
+        # transformers reads rope_scaling of these models as one rope, rope_parameters by type.
+        is_valid = _FULL in nested if field == FIELDS[0] else not nested
+    else:
+        is_valid = _FULL in nested or not nested
+    if not is_valid or 0 < len(nested) < len(scaling):
         raise ValueError(
             f"{field} = {scaling!r}: must have the fields of one rope, or an object of them for "
             f"each layer type, {_FULL!r} among them"
         )
-    return dict(scaling[_FULL])
+    if not nested:
+        return scaling
+    return dict(scaling.get(layer_type, {}))
 
 
 def _kind(field: str, scaling: Mapping[str, Any]) -> str:
@@ -230,12 +259,12 @@ def _kind(field: str, scaling: Mapping[str, Any]) -> str:
     return kind
 
 
-def _theta(raw: Mapping[str, Any]) -> Any:
+def _theta(raw: Mapping[str, Any], layer_type: str) -> Any:
     """Return the rope_theta of config.json, which may be in several places if all agree."""
     places = {"rope_theta": raw.get("rope_theta")}
     for field in FIELDS:
         if raw.get(field):
-            places[f"{field}.rope_theta"] = _flat(field, raw[field]).get("rope_theta")
+            places[f"{field}.rope_theta"] = _flat(raw, field, layer_type).get("rope_theta")
     values = [(place, value) for place, value in places.items() if value is not None]
     for place, value in values[1:]:
         if value != values[0][1]:
@@ -246,7 +275,7 @@ def _theta(raw: Mapping[str, Any]) -> Any:
     if values:
         return values[0][1]
     model_type = raw.get("model_type")
-    if (theta := default_theta(model_type)) is not None:
+    if (theta := default_theta(model_type, layer_type)) is not None:
         return theta
     raise ValueError(
         "rope_theta: is missing; must be the base of the rotary frequencies that the weights were "
@@ -254,9 +283,10 @@ def _theta(raw: Mapping[str, Any]) -> Any:
     )
 
 
-def default_theta(model_type: Any) -> float | None:
+def default_theta(model_type: Any, layer_type: str = "full_attention") -> float | None:
     """Return the rope_theta that files of a model type may leave out; None for other types."""
-    return _DEFAULT_THETA.get(model_type) if isinstance(model_type, str) else None
+    thetas = _DEFAULT_THETA if layer_type == _FULL else _WINDOW_THETA
+    return thetas.get(model_type) if isinstance(model_type, str) else None
 
 
 def _attention_factor(field: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,13 +320,36 @@ def _typed(name: str, value: Any) -> Any:
         raise ValueError(f"rope.{name} = {value!r}: too large") from error
 
 
-def to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling of a config.json, for any version of transformers."""
-    if rope.kind == "default":
-        return {"rope_theta": rope.theta, "rope_scaling": None}
+def to_hf(
+    rope: RopeConfig, window_rope: RopeConfig | None = None, model_type: str = ""
+) -> dict[str, Any]:
+    """Return the fields of the ropes in a config.json, for any version of transformers.
+
+    `window_rope` is for layers with a window. A rope that only transformers 5 can give to them is
+    written as rope_parameters, which older versions ignore.
+    """
+    theta = {"rope_theta": rope.theta}
+    fields = theta | {"rope_scaling": _scaling_to_hf(rope) if rope.kind != "default" else None}
+    if window_rope is None or (window_rope == rope and model_type not in _WINDOW_THETA):
+        return fields
+    if window_rope.kind == "default" and model_type in _LOCAL_THETA:
+        return fields | {_LOCAL_THETA[model_type]: window_rope.theta}
+    if window_rope == RopeConfig(rope.theta) and rope.theta == _WINDOW_THETA.get(model_type):
+        return fields
+    pairs = zip(LAYER_TYPES, (rope, window_rope), strict=True)
+    return {
+        "rope_parameters": {
+            layer_type: {"rope_theta": of_type.theta, **_scaling_to_hf(of_type)}
+            for layer_type, of_type in pairs
+        }
+    }
+
+
+def _scaling_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """Return the fields of rope_scaling."""
     values = {hf: getattr(rope, ours) for hf, ours in _HF_FIELDS[rope.kind].items()}
     scaling = {name: value for name, value in values.items() if value is not None}
-    return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": rope.kind, **scaling}}
+    return {"rope_type": rope.kind, **scaling}
 
 
 def frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Import and export of Hugging Face folders: one table per model family, used in both directions.
+"""Import and export of Hugging Face folders, by one table per model family (tensor_table.py).
 
 `load` checks all names, shapes and dtypes before it reads data, and puts each layer directly into
 its final place: memory stays close to the size of the parameters. On a mesh each host reads only
@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import logging
 import math
 import os
 import pathlib
@@ -28,9 +29,18 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.formats import safetensors as files
+from spell_jax.policy.tensor_table import (
+    UNEMBEDDING,
+    TensorEntry,
+    sizes_of,
+    table,
+    tensors_in_order,
+)
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.files.jsonl import write_json
 from spell_jax.runtime.hosts import distributed
+
+log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -41,128 +51,19 @@ DTYPES = {  # names as in choices.DTYPES
     "bfloat16": (np.dtype(ml_dtypes.bfloat16), np.uint16, 0x7F80),
 }
 READ_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}  # dtypes that files may have, and their bytes
+# Prefixes of tensors of a text model beside a model of images (Gemma 3), old and new, and the
+# prefixes in a folder of the text model alone.
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+_IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 BLOCK_BYTES = 8 << 20  # bytes per read
 # Transposing in strips two cache lines wide is five times faster than all at once.
 STRIP_ROWS = 64
 
 Index = tuple[slice, ...]
-
-
-# ------------------------------------------------------------------------------------------- Table
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorEntry:
-    """Mapping of one parameter to its Hugging Face tensors.
-
-    Letters are axes: L layers, E experts, D width, F feed-forward, N query heads, K key/value
-    heads, H head size, V vocabulary.
-    """
-
-    name: str  # tensor name; one tensor for each value of "{layer}" and "{expert}"
-    theirs: str  # axes of one tensor; axes in one word are flattened ("NH D" is a matrix)
-    ours: str = ""  # our axes of one tensor, in our order; by default the axes of `theirs`
-
-    @property
-    def letters(self) -> str:
-        """Unflattened axes of one tensor, in their order."""
-        return self.theirs.replace(" ", "")
-
-    @property
-    def layered(self) -> bool:
-        return "{layer}" in self.name
-
-    @property
-    def expertwise(self) -> bool:
-        return "{expert}" in self.name
-
-    def their_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(math.prod(sizes[axis] for axis in word) for word in self.theirs.split())
-
-    def our_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of our parameter, with leading axes L for layers and E for experts."""
-        axes = "L" * self.layered + "E" * self.expertwise + (self.ours or self.letters)
-        return tuple(sizes[axis] for axis in axes)
-
-    def in_their_order(self, ours: np.ndarray) -> np.ndarray:
-        """Transpose our axes of one tensor to their order, unflattened; a view."""
-        return ours.transpose([(self.ours or self.letters).index(axis) for axis in self.letters])
-
-
-_LAYER = "model.layers.{layer}."
-_EXPERT = _LAYER + "mlp.experts.{expert}."
-_COMMON = {
-    "embedding": TensorEntry("model.embed_tokens.weight", "V D"),
-    "unembedding": TensorEntry("lm_head.weight", "V D"),
-    "final_norm/scale": TensorEntry("model.norm.weight", "D"),
-    "layers/attention_norm/scale": TensorEntry(_LAYER + "input_layernorm.weight", "D"),
-    "layers/mlp_norm/scale": TensorEntry(_LAYER + "post_attention_layernorm.weight", "D"),
-    "layers/attention/q_kernel": TensorEntry(_LAYER + "self_attn.q_proj.weight", "NH D", "DNH"),
-    "layers/attention/k_kernel": TensorEntry(_LAYER + "self_attn.k_proj.weight", "KH D", "DKH"),
-    "layers/attention/v_kernel": TensorEntry(_LAYER + "self_attn.v_proj.weight", "KH D", "DKH"),
-    "layers/attention/o_kernel": TensorEntry(_LAYER + "self_attn.o_proj.weight", "D NH", "NHD"),
-}
-_QKV_BIAS = {
-    "layers/attention/q_bias": TensorEntry(_LAYER + "self_attn.q_proj.bias", "NH"),
-    "layers/attention/k_bias": TensorEntry(_LAYER + "self_attn.k_proj.bias", "KH"),
-    "layers/attention/v_bias": TensorEntry(_LAYER + "self_attn.v_proj.bias", "KH"),
-}
-_QK_NORM = {
-    "layers/attention/q_norm/scale": TensorEntry(_LAYER + "self_attn.q_norm.weight", "H"),
-    "layers/attention/k_norm/scale": TensorEntry(_LAYER + "self_attn.k_norm.weight", "H"),
-}
-_DENSE = {
-    "layers/mlp/gate_kernel": TensorEntry(_LAYER + "mlp.gate_proj.weight", "F D", "DF"),
-    "layers/mlp/up_kernel": TensorEntry(_LAYER + "mlp.up_proj.weight", "F D", "DF"),
-    "layers/mlp/down_kernel": TensorEntry(_LAYER + "mlp.down_proj.weight", "D F", "FD"),
-}
-_EXPERTS = {
-    "layers/moe/router_kernel": TensorEntry(_LAYER + "mlp.gate.weight", "E D", "DE"),
-    "layers/moe/gate_kernel": TensorEntry(_EXPERT + "gate_proj.weight", "F D", "DF"),
-    "layers/moe/up_kernel": TensorEntry(_EXPERT + "up_proj.weight", "F D", "DF"),
-    "layers/moe/down_kernel": TensorEntry(_EXPERT + "down_proj.weight", "D F", "FD"),
-}
-# Model type -> our parameter path -> Hugging Face tensors.
-TABLES = {
-    "qwen2": _COMMON | _QKV_BIAS | _DENSE,
-    "qwen3": _COMMON | _QK_NORM | _DENSE,
-    "qwen3_moe": _COMMON | _QK_NORM | _EXPERTS,
-    "llama": _COMMON | _DENSE,
-}
-
-
-def table(config: PolicyConfig) -> dict[str, TensorEntry]:
-    """Return all parameters' entries by path; ValueError if no Hugging Face architecture fits."""
-    entries = dict(TABLES[config.model_type])
-    if config.tied_embeddings:
-        del entries["unembedding"]
-    return entries
-
-
-def _sizes(config: PolicyConfig) -> dict[str, int]:
-    return {
-        "L": config.layers,
-        "E": config.experts,
-        "D": config.width,
-        "F": config.feed_forward,
-        "N": config.heads,
-        "K": config.kv_heads,
-        "H": config.head_size,
-        "V": config.vocab_size,
-    }
-
-
-def _parts(config: PolicyConfig) -> Iterator[tuple[str, int | None, list[str]]]:
-    """Yield (path, layer, tensor names) in file order, with one name, or one per expert."""
-    entries = table(config)
-    for path, entry in entries.items():
-        if not entry.layered:
-            yield path, None, [entry.name]
-    for layer in range(config.layers):
-        for path, entry in entries.items():
-            if entry.layered:
-                experts = range(config.experts if entry.expertwise else 1)
-                yield path, layer, [entry.name.format(layer=layer, expert=e) for e in experts]
 
 
 # ----------------------------------------------------------------------------------------- Reading
@@ -232,7 +133,8 @@ def check_headers(folder: str | pathlib.Path) -> None:
 def _open(folder: pathlib.Path, dtype: str) -> _Source:
     config = _read_config(folder)
     path, tensors = files.scan(folder)
-    if _lacks_prefix(tensors) and _COMMON["unembedding"].name not in tensors:
+    tensors = _text_tensors(folder, tensors)
+    if _lacks_prefix(tensors) and UNEMBEDDING not in tensors:
         # Qwen3-Embedding has no output projection, whatever its config says.
         config = dataclasses.replace(config, tied_embeddings=True)
     return _Source(config, *match(config, path, tensors), dtype)
@@ -243,6 +145,26 @@ def _read_config(folder: pathlib.Path) -> PolicyConfig:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not there")
     return PolicyConfig.from_hf(path)
+
+
+def _text_tensors(
+    folder: pathlib.Path, tensors: dict[str, files.Tensor]
+) -> dict[str, files.Tensor]:
+    """Return a text model's tensors by their names in a folder of the text model alone."""
+    if not any(name.startswith(tuple(_TEXT_PREFIXES)) for name in tensors):
+        return tensors
+    result: dict[str, files.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.removeprefix("model.").startswith(_IMAGE_PREFIXES):
+            continue
+        prefix = next((old for old in _TEXT_PREFIXES if name.startswith(old)), "")
+        renamed = _TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        if renamed in result:
+            raise ValueError(f"{tensor} is also there as {result[renamed].name}")
+        result[renamed] = tensor
+    skipped = len(tensors) - len(result)
+    log.info("%s: left out %d tensors of the model of images", folder, skipped)
+    return result
 
 
 def _lacks_prefix(names: Iterable[str]) -> bool:
@@ -258,19 +180,19 @@ def match(
     Returns the tensors by the table's names, and the output projection if a tied policy has one
     anyway. Raises ValueError if a tensor is missing, unknown, or of a wrong shape or dtype.
     """
-    entries, sizes = table(config), _sizes(config)
+    entries, sizes = table(config), sizes_of(config)
     # Old Llama files contain the rotary frequencies, which follow from the config.
     left = {name: t for name, t in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}
     lacks_prefix = _lacks_prefix(left)
     matched = {}
-    for path, _, names in _parts(config):
+    for path, _, names in tensors_in_order(config):
         for name in names:
             spelled = name.removeprefix("model.") if lacks_prefix else name
             if spelled not in left:
                 raise ValueError(f"{source}: tensor {spelled} is missing")
             matched[name] = _checked(left.pop(spelled), entries[path].their_shape(sizes))
     # Some files of tied models contain the output projection as well.
-    copy = left.pop(_COMMON["unembedding"].name, None) if config.tied_embeddings else None
+    copy = left.pop(UNEMBEDDING, None) if config.tied_embeddings else None
     if left:
         tensor = left[min(left)]
         raise ValueError(f"{tensor.path}: unknown tensor {tensor.name}")
@@ -300,7 +222,7 @@ class _Source:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        return _sizes(self.config)
+        return sizes_of(self.config)
 
     def shape(self, path: str) -> tuple[int, ...]:
         return self.entries[path].our_shape(self.sizes)
@@ -469,10 +391,10 @@ def save(
     _check_params(config, flat)
     if tokenizer is not None:
         fields |= {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    entries, sizes = table(config), _sizes(config)
+    entries, sizes = table(config), sizes_of(config)
     nbytes = {
         name: math.prod(entries[path].their_shape(sizes)) * DTYPES[dtype][0].itemsize
-        for path, _, names in _parts(config)
+        for path, _, names in tensors_in_order(config)
         for name in names
     }
     tensors = _their_tensors(config, flat, dtype)
@@ -516,7 +438,7 @@ def write_ends(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer) -> None:
 
 
 def _check_params(config: PolicyConfig, flat: Mapping[str, Any]) -> None:
-    entries, sizes = table(config), _sizes(config)
+    entries, sizes = table(config), sizes_of(config)
     if differing := set(flat) ^ set(entries):
         path = min(differing)
         raise ValueError(f"parameter {path} is {'unknown' if path in flat else 'missing'}")
@@ -528,9 +450,9 @@ def _check_params(config: PolicyConfig, flat: Mapping[str, Any]) -> None:
 def _their_tensors(
     config: PolicyConfig, flat: Mapping[str, Any], dtype: str
 ) -> Iterator[np.ndarray]:
-    """Yield the Hugging Face tensors in the order of `_parts`, each built when it is needed."""
-    entries, sizes = table(config), _sizes(config)
-    for path, layer, _ in _parts(config):
+    """Yield the Hugging Face tensors in file order, each built when it is needed."""
+    entries, sizes = table(config), sizes_of(config)
+    for path, layer, _ in tensors_in_order(config):
         entry = entries[path]
         # One layer at a time, because a whole stack of kernels may not fit a host.
         value = distributed.fetch_global(flat[path] if layer is None else flat[path][layer])

@@ -19,6 +19,10 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 DEFAULT = {"rope_type": "default"}
+THETA = {"rope_theta": 50_000.0}
+WINDOW = {"sliding_window": 10}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+SWITCHED = WINDOW | {"use_sliding_window": True}
 # Name -> (class in transformers without its suffix, fields besides the common ones).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
@@ -48,6 +52,47 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama, llama3": ("Llama", {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-5}),
     "llama tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen2, windows": ("Qwen2", SWITCHED | {"max_window_layers": 1}),
+    "qwen3, windows": ("Qwen3", SWITCHED | MIXED | {"head_dim": 16, "rope_parameters": YARN}),
+    "qwen3_moe, windows": (
+        "Qwen3Moe",
+        SWITCHED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+    "mistral": ("Mistral", WINDOW | {"head_dim": 16}),
+    "mistral, no windows": ("Mistral", {"sliding_window": None}),
+    "ministral": ("Ministral", WINDOW | MIXED | {"head_dim": 8}),
+    "smollm3": ("SmolLM3", {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
+    "smollm3, windows": ("SmolLM3", SWITCHED | MIXED | {"no_rope_layers": [0, 1]}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3, yarn": (
+        "Olmo3",
+        WINDOW
+        | MIXED
+        | {"rope_parameters": {"full_attention": YARN, "sliding_attention": DEFAULT}},
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        WINDOW
+        | MIXED
+        | {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": LINEAR,
+                "sliding_attention": DEFAULT | {"rope_theta": 500.0},
+            },
+        },
+    ),
+    "gemma3, no windows": (
+        "Gemma3Text",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["full_attention"] * 2,
+            "rope_parameters": {"full_attention": DEFAULT},
+        },
+    ),
 }
 _COMMON = {
     "vocab_size": VOCAB,
@@ -61,6 +106,7 @@ _COMMON = {
     "rope_parameters": DEFAULT,
     "eos_token_id": None,
     "bos_token_id": None,
+    "pad_token_id": None,
 }
 
 
@@ -73,10 +119,14 @@ def make(family: str, seed: int = 0, **changes: Any) -> Any:
     transformers = pytest.importorskip("transformers", reason=REASON)
     name, fields = FAMILIES[family]
     settings = _COMMON | fields | changes
-    settings["rope_parameters"] = settings["rope_parameters"] | {"rope_theta": 50_000.0}
+    rope = settings["rope_parameters"]
+    by_type = "full_attention" in rope
+    settings["rope_parameters"] = (
+        {layer_type: THETA | rope[layer_type] for layer_type in rope} if by_type else THETA | rope
+    )
     config = getattr(transformers, f"{name}Config")(**settings)
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))

@@ -17,10 +17,11 @@ import safetensors
 import safetensors.numpy
 from flax.traverse_util import flatten_dict
 
+from spell_jax.policy import tensor_table, transformer, weights
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.formats import safetensors as files
+from spell_jax.policy.rope import RopeConfig
 from tests import tiny
 
 QWEN3 = dataclasses.replace(tiny.POLICY, qkv_bias=False, qk_norm=True, head_size=16)
@@ -29,6 +30,17 @@ POLICIES = {
     "qwen3": QWEN3,
     "qwen3_moe": dataclasses.replace(QWEN3, experts=4, experts_per_token=2, feed_forward=24),
     "llama": dataclasses.replace(tiny.POLICY, qkv_bias=False),
+    "olmo2": dataclasses.replace(QWEN3, joint_qk_norm=True, norms="after"),
+    "gemma3_text": dataclasses.replace(
+        QWEN3,
+        norms="both",
+        centered_norms=True,
+        activation="gelu",
+        scaled_embedding=True,
+        window=16,
+        window_layers=(0,),
+        window_rope=RopeConfig(500.0),
+    ),
 }
 POLICIES |= {
     f"{name} untied": dataclasses.replace(policy, tied_embeddings=False)
@@ -93,8 +105,10 @@ def _change_json(path: pathlib.Path, change: Callable[[dict[str, Any]], Any]) ->
 @every_policy
 def test_weight_table_has_all_parameters_of_the_model(policy: PolicyConfig) -> None:
     shapes = flatten_dict(transformer.abstract_params(policy)[0], sep="/")
-    sizes = weights._sizes(policy)
-    table_shapes = {path: entry.our_shape(sizes) for path, entry in weights.table(policy).items()}
+    sizes = tensor_table.sizes_of(policy)
+    table_shapes = {
+        path: entry.our_shape(sizes) for path, entry in tensor_table.table(policy).items()
+    }
     assert table_shapes == {path: leaf.shape for path, leaf in shapes.items()}
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from spell_jax.policy import weights
+from spell_jax.policy import tensor_table, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.formats import safetensors as files
 from spell_jax.policy.rope import RopeConfig
@@ -56,8 +56,8 @@ PATTERN = 8 << 20  # bytes after which random values repeat
 
 
 def _shapes(config: PolicyConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    entries, sizes = weights.table(config), weights._sizes(config)
-    for path, _, names in weights._parts(config):
+    entries, sizes = tensor_table.table(config), tensor_table.sizes_of(config)
+    for path, _, names in tensor_table.tensors_in_order(config):
         for name in names:
             yield name, entries[path].their_shape(sizes)
 

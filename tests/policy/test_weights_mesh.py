@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-from spell_jax.policy import transformer, weights
+from spell_jax.policy import tensor_table, transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.formats import safetensors as files
 from spell_jax.runtime import mesh as meshes
@@ -160,7 +160,7 @@ def test_layer_insertion_is_traced_once_per_parameter(tmp_path, monkeypatch) -> 
 
     monkeypatch.setattr(weights, "_insert", counting)
     weights.load(tmp_path, meshes.make_mesh())
-    assert len(traced) <= sum(entry.layered for entry in weights.table(policy).values())
+    assert len(traced) <= sum(entry.layered for entry in tensor_table.table(policy).values())
 
 
 def test_non_finite_values_are_reported_on_a_mesh(tmp_path) -> None:
