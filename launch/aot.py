@@ -28,6 +28,7 @@ All programs are tried. The exit status is 0 if all fit, else 1. Nothing here me
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -179,8 +180,10 @@ class RunPrograms:
         )
         self.lane = self.sampler.shape.lane_of(self.group)
         shapes, axes = transformer.abstract_params(policy)
+        dtype = self.learner.compute_dtype.name
         self.rollout_params = meshes.with_sharding(
-            shapes, meshes.shardings(mesh, axes, shapes), self.learner.compute_dtype
+            jax.eval_shape(functools.partial(int8.cast, dtype=dtype), shapes),
+            meshes.shardings(mesh, axes, shapes),
         )
         self.trained, self.frozen = lora.split(policy, self.rollout_params)
         self.state = self.learner.fns.abstract_state
@@ -235,7 +238,7 @@ class RunPrograms:
         learner, batch = self.learner, self._batch()
         # Only the KL penalty runs the reference inside the update. Preferences and distillation
         # score it before the first micro-batch.
-        reference = self.rollout_params if learner.loss.kl_weight else None
+        reference = self.trained if learner.loss.kl_weight else None
         arguments = (self.trained, self.frozen, self._carry(), batch, reference)
         shape, function = batch.tokens.shape, learner.fns.accumulate
         resident = self._state_and_copies

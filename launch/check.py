@@ -234,7 +234,7 @@ def _check_policy(checked: Checked, model: ModelConfig) -> Any:
     if sampling := checked.section("sampler"):
         attempt("sampler", policy.check_length, sampling.longest)
         if sampling.weights_dtype == "int8":
-            attempt("sampler", int8.check_quantizable, policy)
+            attempt("sampler", int8.check_quantizable, policy, "sampler.weights_dtype")
     return tokenizer
 
 

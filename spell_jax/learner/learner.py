@@ -29,7 +29,7 @@ from spell_jax.learner import (
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.update import Carry, TrainState, UpdateSpec
-from spell_jax.policy import lora, moe, products, transformer
+from spell_jax.policy import int8, lora, moe, products, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 
@@ -47,7 +47,7 @@ class Learner:
       max_skipped: skipped updates in a row that end the run.
       spec: everything static that `fns` depend on.
       fns: jitted functions of an update.
-      frozen: weights that are not trained, in the compute dtype; {} without adapters.
+      frozen: weights that are not trained, in the compute dtype or int8; {} without adapters.
       no_experts: record of a token with unknown experts (moe.no_experts); None unless
         loss.routing = "sampled".
       programs: programs of micro-batches that were called so far.
@@ -104,7 +104,13 @@ class Learner:
         return self.fns.init(trained)
 
     def freeze(self, params: transformer.Params) -> None:
-        """Store the weights that are not trained, for a policy with adapters."""
+        """Store the weights that are not trained, for a policy with adapters.
+
+        For an int8 base, weights that are not int8 yet are quantized; weights.load does so while it
+        reads them.
+        """
+        if self.policy.has_int8_base:
+            params = int8.quantize_base(params)
         self.frozen = self.fns.cast(jax.device_put(params, self.fns.frozen_shardings))
 
     def cast(self, params: transformer.Params) -> transformer.Params:
@@ -112,8 +118,8 @@ class Learner:
         return lora.join(self.fns.cast(params), self.frozen)
 
     def export(self, params: transformer.Params) -> tuple[PolicyConfig, transformer.Params]:
-        """Return (architecture, weights) of the policy with its adapters merged."""
-        return lora.merge(self.policy, lora.join(params, self.frozen))
+        """Return (architecture, weights), of which weights.save makes a policy's folder."""
+        return self.policy, lora.join(params, self.frozen)
 
     # -------------------------------------------------------------------------------- Micro-batches
 
@@ -246,7 +252,7 @@ class Learner:
             params = self.fns.cast(state.params)
             kl_reference = None
             if reference is not None and self.loss.kl_weight:
-                kl_reference = self.cast(reference)
+                kl_reference = self.fns.cast(reference)
             carry = self.fns.empty_carry()
             for bucket in self.packing.listed:
                 batch = self.empty_batch(bucket)
@@ -307,7 +313,7 @@ class Update:
     def _cast(self, state: TrainState) -> None:
         reference = self._master_reference
         self._params: transformer.Params | None = self._learner.fns.cast(state.params)
-        self._reference = None if reference is None else self._learner.cast(reference)
+        self._reference = None if reference is None else self._learner.fns.cast(reference)
 
     def advance(self) -> None:
         """Dispatch the current step's next micro-batch, if any; do not wait for the device."""

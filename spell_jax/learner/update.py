@@ -6,7 +6,7 @@
 3. `apply` clips by the global norm and takes the AdamW step, or skips a non-finite one.
 
 With LoRA adapters (policy/lora.py) only these are trained; all other weights are `frozen`, an
-argument in the compute dtype.
+argument in the compute dtype or int8 (policy/int8.py). Policy and reference share it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spell_jax.learner import loss as losses
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.token_sums import sum_by_name
-from spell_jax.policy import lora, moe, transformer
+from spell_jax.policy import int8, lora, moe, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 
@@ -81,7 +81,7 @@ class UpdateFns(NamedTuple):
     init: Callable[[Params], TrainState]  # weights of what is trained (donated)
     cast: Callable[[Params], Params]  # master weights -> weights in the compute dtype
     empty_carry: Callable[[], Carry]  # before the first micro-batch
-    # (cast weights, frozen, carry (donated), MicroBatch, reference or None) -> carry
+    # (cast weights, frozen, carry (donated), MicroBatch, reference's cast weights or None) -> carry
     accumulate: Any
     logprobs: Any  # (cast weights, frozen, MicroBatch) -> float32 [B, A], whole on every host
     apply: Any  # (state (donated), gradient, loss) -> (state, named numbers)
@@ -152,9 +152,8 @@ def init_state(spec: UpdateSpec, params: Params) -> TrainState:
 
 
 def cast(spec: UpdateSpec, params: Params) -> Params:
-    """Cast the weights to the compute dtype, in device memory."""
-    device_params = to_device_memory(params, spec.masters_memory)
-    return jax.tree.map(lambda x: x.astype(spec.compute_dtype), device_params)
+    """Cast the weights to the compute dtype, in device memory; an int8 base stays as it is."""
+    return int8.cast(to_device_memory(params, spec.masters_memory), spec.compute_dtype)
 
 
 def accumulate(
@@ -184,7 +183,8 @@ def micro_batch_loss(
     reference_logprobs = None
     if reference is not None:  # it chooses its own experts
         read = dataclasses.replace(batch, experts=None)
-        reference_logprobs, *_ = score(spec, jax.lax.stop_gradient(reference), read)
+        reference_params = lora.join(jax.lax.stop_gradient(reference), frozen)
+        reference_logprobs, *_ = score(spec, reference_params, read)
     value, sums = losses.batch_loss(policy_logprobs, entropy, batch, spec.loss, reference_logprobs)
     real, names = batch.weight > 0, len(spec.group_names) + 1
     sums["tokens_by_name"] = sum_by_name(real, batch.group_name, names)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 DTYPES = ("float32", "bfloat16")
 COMPUTE_DTYPES = ("auto", *DTYPES)  # "auto": see products.resolve_dtype
+BASE_DTYPES = ("compute", "int8")  # of the weights that LoRA does not train
 ROPE_SCALINGS = ("", "linear", "yarn")
 # Thinking mode of chat templates that have one -> `thinking` of tokenizer.load().
 THINKING = {"": None, "on": True, "off": False}

@@ -12,6 +12,7 @@ from typing import Any
 
 from spell_jax.attention.attend import NAMES as ATTENTION
 from spell_jax.policy import families, hf_config
+from spell_jax.policy.choices import BASE_DTYPES
 from spell_jax.policy.products import ACTIVATIONS
 from spell_jax.policy.rope import RopeConfig
 from spell_jax.runtime.config import check_choice, check_least
@@ -48,13 +49,16 @@ class LoraConfig:
       alpha: numerator of the scale alpha / rank of A B; above 0.
       pattern: regular expression searched for in names such as self_attn.q_proj and mlp.gate_proj;
         matching layers get adapters. Experts have none.
+      base_dtype: dtype of the frozen weights, "compute" (the compute dtype) or "int8" (int8.py).
     """
 
     rank: int = 16
     alpha: float = 32.0
     pattern: str = "_proj"
+    base_dtype: str = "compute"
 
     def __post_init__(self):
+        check_choice(self, "policy.", base_dtype=BASE_DTYPES)
         if self.rank < 1:
             raise ValueError(f"policy.lora_rank = {self.rank}: must be at least 1")
         if not self.alpha > 0:
@@ -289,6 +293,11 @@ class PolicyConfig:
             self.rope, kind=kind, factor=factor, original_positions=self.max_positions
         )
         return dataclasses.replace(self, rope=rope, max_positions=int(self.max_positions * factor))
+
+    @property
+    def has_int8_base(self) -> bool:
+        """Whether the weights that LoRA does not train are int8 (int8.py)."""
+        return self.lora is not None and self.lora.base_dtype == "int8"
 
     def _lora_layers(self) -> dict[str, str]:
         """Map the path of each linear layer that may have adapters to its Hugging Face name."""

@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
 
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
@@ -21,9 +21,19 @@ from spell_jax.runtime.collectives import Split
 
 
 def lookup(
-    table: Float[Array, "V D"] | Float[np.ndarray, "V D"], tokens: Int32[Array, "B T"]
+    table: Float[Array, "V D"] | Float[np.ndarray, "V D"] | Int8[Array, "V D"],
+    tokens: Int32[Array, "B T"],
+    scale: Float32[Array, " V"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Return rows of a table, in its dtype, for tokens in [0, V)."""
+    """Return rows of a table, in its dtype, for tokens in [0, V).
+
+    Rows of an int8 table are multiplied by their `scale`, and float32.
+    """
+    rows = _rows(table, tokens)
+    return rows if scale is None else rows * _rows(scale[:, None], tokens)
+
+
+def _rows(table: jax.Array | np.ndarray, tokens: jax.Array) -> jax.Array:
     return _lookup(Split.of(tokens.shape, *table.shape, over=meshes.TENSOR), table, tokens)
 
 

@@ -8,7 +8,9 @@ Only adapters have gradients and optimizer state, and only they are in checkpoin
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from spell_jax.policy import int8
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.formats import safetensors as files
 from spell_jax.runtime.files.jsonl import write_json
@@ -43,25 +46,44 @@ def join(trained: Any, frozen: Any) -> Any:
 def merge(config: PolicyConfig, params: Any) -> tuple[PolicyConfig, Any]:
     """Add the adapters to their kernels, in float32: the same function without adapters.
 
-    Returns a config without `lora`, and parameters without adapters.
+    An int8 base is dequantized to float32. Returns a config without `lora`, and parameters without
+    adapters and scales.
     """
-    if config.lora is None:
-        return config, params
-    adapters, merged = split(config, params)
-    for module, name in (path.split("/") for path in config.lora_targets):
-        a, b = (adapters["layers"][module][f"{name}_lora_{x}"] for x in "ab")
-        kernels = merged["layers"][module]
-        kernels[f"{name}_kernel"] = _add_product(kernels[f"{name}_kernel"], a, b, config.lora.scale)
-    return dataclasses.replace(config, lora=None), merged
+    plain = dataclasses.replace(config, lora=None)
+    flat = flatten_dict(params, sep="/")
+    left = [path for path in flat if not path.endswith(("_lora_a", "_lora_b", "_scale"))]
+    merged = {path: merged_part(config, flat, path) for path in left}
+    return plain, unflatten_dict(merged, sep="/")
 
 
-@jax.jit
-def _add_product(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """Add A [L, *into, R] B [L, R, *out] * scale to a kernel [L, *into, *out], in float32."""
-    # Layer by layer, in float32: a bfloat16 kernel would round most of a small update away.
+def merged_part(config: PolicyConfig, flat: Mapping[str, Any], path: str, layer: Any = None) -> Any:
+    """Return the parameter at `path` of the result of `merge`, or one layer of it.
+
+    `flat` has the parameters before the merge, by path.
+    """
+    stem = path.removesuffix("_kernel")
+    changes = [flat.get(f"{stem}_{name}") for name in ("scale", "lora_a", "lora_b")]
+    if config.lora is None or not any(change is not None for change in changes):
+        return flat[path] if layer is None else flat[path][layer]
+    # With an axis of layers, of length 1 for one layer.
+    part = slice(None) if layer is None else slice(layer, layer + 1)
+    kernel, *changes = (None if x is None else x[part] for x in (flat[path], *changes))
+    result = _merge(path, config.lora.scale, kernel, *changes)
+    return result if layer is None else result[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _merge(path: str, factor: float, kernel: Any, scale: Any, a: Any, b: Any) -> jax.Array:
+    """Return kernel [L, *into, *out] * scale + A [L, *into, R] B [L, R, *out] * factor, in float32.
+
+    Without a scale, or without A and B, that part is left out.
+    """
+    # In float32: a bfloat16 kernel would round most of a small update away.
+    wide = kernel.astype(jnp.float32) if scale is None else int8.dequantize(path, kernel, scale)
+    if a is None:
+        return wide
     product = jax.vmap(lambda a, b: jnp.tensordot(a, b, axes=1))
-    update = product(a.astype(jnp.float32), b.astype(jnp.float32))
-    return kernel.astype(jnp.float32) + update * scale
+    return wide + product(a.astype(jnp.float32), b.astype(jnp.float32)) * factor
 
 
 def save(folder: str | os.PathLike[str], config: PolicyConfig, params: Any, base: str = "") -> None:

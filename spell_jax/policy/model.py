@@ -8,8 +8,8 @@ import math
 import pathlib
 from typing import ClassVar
 
-from spell_jax.policy import weights
-from spell_jax.policy.choices import COMPUTE_DTYPES, ROPE_SCALINGS, THINKING
+from spell_jax.policy import int8, weights
+from spell_jax.policy.choices import BASE_DTYPES, COMPUTE_DTYPES, ROPE_SCALINGS, THINKING
 from spell_jax.policy.config import ATTENTION, REMAT_POLICIES, LoraConfig, PolicyConfig
 from spell_jax.policy.formats import gguf_convert
 from spell_jax.policy.tokenizer import Tokenizer
@@ -46,6 +46,9 @@ class ModelConfig:
       lora_alpha: scale of the adapters: their product is multiplied by lora_alpha / lora_rank.
       lora_pattern: text that a linear layer's name (self_attn.q_proj, mlp.down_proj, ...) contains
         if it gets an adapter.
+      base_dtype: dtype of the weights that adapters leave frozen, "compute" (the compute dtype) or
+        "int8" (policy/int8.py; with lora_rank, not for mixtures of experts). One copy serves
+        sampler, trainer and the loss's reference.
     """
 
     SECTION: ClassVar[str] = "policy"
@@ -61,12 +64,18 @@ class ModelConfig:
     lora_rank: int = 0
     lora_alpha: float = 32.0
     lora_pattern: str = "_proj"
+    base_dtype: str = "compute"
 
     def __post_init__(self):
         check_choice(self, "policy.", compute_dtype=COMPUTE_DTYPES, remat=REMAT_POLICIES)
         check_choice(self, "policy.", attention=ATTENTION, thinking=tuple(THINKING))
-        check_choice(self, "policy.", rope_scaling=ROPE_SCALINGS)
+        check_choice(self, "policy.", rope_scaling=ROPE_SCALINGS, base_dtype=BASE_DTYPES)
         check_least(self, "policy.", lora_rank=0)
+        if self.base_dtype == "int8" and not self.lora_rank:
+            raise ValueError(
+                "policy.base_dtype = 'int8': must be 'compute', or policy.lora_rank above 0 (int8 "
+                "weights are not trained)"
+            )
         if self.rope_scaling and not 1 < self.rope_factor < math.inf:
             raise ValueError(
                 f"policy.rope_factor = {self.rope_factor}: must be above 1, for "
@@ -138,7 +147,10 @@ def shape_policy(model: ModelConfig, policy: PolicyConfig) -> PolicyConfig:
         policy = policy.with_rope_scaling(model.rope_scaling, model.rope_factor)
     lora = None
     if model.lora_rank:
-        lora = LoraConfig(model.lora_rank, model.lora_alpha, model.lora_pattern)
+        fields = model.lora_rank, model.lora_alpha, model.lora_pattern, model.base_dtype
+        lora = LoraConfig(*fields)
+    if model.base_dtype == "int8":
+        int8.check_quantizable(policy, "policy.base_dtype")
     return dataclasses.replace(
         policy, remat=model.remat, attention=model.attention, ring=model.ring, lora=lora
     )

@@ -17,7 +17,7 @@ import math
 import os
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,19 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.bits import as_bits, from_bits
 from spell_jax.runtime.hosts import distributed
 
-Kernels = tuple[jax.Array, ...]
+
+class Int8Kernel(NamedTuple):
+    """A kernel of int8 weights, frozen: it has no gradient.
+
+    Its float32 values, weights * scale, never exist: products are scaled.
+    """
+
+    weights: jax.Array  # int8 [*into, *out]
+    scale: jax.Array  # float32 [*out]
+
+
+Kernels = tuple[jax.Array | Int8Kernel, ...]
+Outputs = tuple[jax.Array, ...]
 log = logging.getLogger(__name__)
 
 # Instructions of x86 for products of bfloat16, as Linux names them, and the vendor of the CPUs that
@@ -47,7 +59,7 @@ def sum_dtype() -> jnp.dtype | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def multiply(x: jax.Array, kernels: Kernels, into: int) -> Kernels:
+def multiply(x: jax.Array, kernels: Kernels, into: int) -> Outputs:
     """Multiply x [..., *into] by each kernel [*into, *out] -> [..., *out]; `into` counts axes.
 
     Gradients of kernels are summed over tokens and devices in float32.
@@ -57,14 +69,28 @@ def multiply(x: jax.Array, kernels: Kernels, into: int) -> Kernels:
 
 def _forward(x: jax.Array, kernels: Kernels, into: int):
     # Inlined: a remat policy that saves products does not look into the custom_vjp `multiply`.
-    out = tuple(_product(x, kernel, into).astype(x.dtype) for kernel in kernels)
+    out = tuple(_apply_kernel(x, kernel, into).astype(x.dtype) for kernel in kernels)
+    # An int8 kernel is kept as int8: a cast one would be kept in the compute dtype by all layers.
     return out, (as_bits(x), kernels)
 
 
-def _backward(into: int, residuals: tuple[jax.Array, Kernels], d_outs: Kernels):
+def _apply_kernel(x: jax.Array, kernel: jax.Array | Int8Kernel, into: int) -> jax.Array:
+    if not isinstance(kernel, Int8Kernel):
+        return _product(x, kernel, into)
+    # The cast is exact: int8 has 7 bits besides its sign, bfloat16 8.
+    return _product(x, kernel.weights.astype(x.dtype), into).astype(jnp.float32) * kernel.scale
+
+
+def _backward(into: int, residuals: tuple[jax.Array, Kernels], d_outs: Outputs):
     x, kernels = from_bits(residuals[0]), residuals[1]
     d_xs, d_kernels = [], []
     for kernel, d_out in zip(kernels, d_outs, strict=True):
+        if isinstance(kernel, Int8Kernel):
+            scaled = (d_out.astype(jnp.float32) * kernel.scale).astype(x.dtype)
+            out = tuple(range(-kernel.scale.ndim, 0))
+            d_xs.append(_product(scaled, kernel.weights.astype(x.dtype), (out, out)))
+            d_kernels.append(None)
+            continue
         out = tuple(range(-(kernel.ndim - into), 0))
         d_xs.append(_product(d_out, kernel, (out, out)))
         # A sum over tokens, which are sharded over devices: it stays float32 until the devices'

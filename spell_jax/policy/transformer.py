@@ -21,7 +21,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int, Int32
 
 from spell_jax.attention import attend as kernels
 from spell_jax.attention.kernel import CHECKPOINT_NAME as ATTENTION
-from spell_jax.policy import embedding, mimetic, moe, products, rope
+from spell_jax.policy import embedding, int8, mimetic, moe, products, rope
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import collectives
 from spell_jax.runtime.bits import from_bits
@@ -131,8 +131,7 @@ class RMSNorm(nn.Module):
 class _Linear(NamedTuple):
     """Parameters of a linear layer with axes [*into] -> [*out]; None for parameters it lacks."""
 
-    kernel: jax.Array  # [*into, *out]
-    scale: jax.Array | None  # of an int8 kernel (int8.py; rollouts only), [*out]
+    kernel: jax.Array | products.Int8Kernel  # [*into, *out]
     a: jax.Array | None  # LoRA adapters, [*into, rank] and [rank, *out]
     b: jax.Array | None
     bias: jax.Array | None  # [*out]
@@ -153,9 +152,12 @@ class _Linear(NamedTuple):
         """
         inputs, shape = math.prod(into.values()), (*into.values(), *out.values())
         kernel: Any = module.param(f"{name}_kernel", _kernel((*into, *out), inputs), shape)
-        scale = a = b = bias = None
+        a = b = bias = None
         if kernel.dtype == jnp.int8:
             scale = module.get_variable("params", f"{name}_scale")
+            kernel = products.Int8Kernel(kernel, scale)
+        else:
+            kernel = from_bits(kernel)
 
         def uniform(key, shape, dtype=jnp.float32):  # variance 1 / (3 inputs), as in PEFT
             return jax.random.uniform(key, shape, dtype, -(inputs**-0.5), inputs**-0.5)
@@ -169,7 +171,7 @@ class _Linear(NamedTuple):
             b = module.param(f"{name}_lora_b", zeros("rank", *out), high)
         if has_bias:
             bias = module.param(f"{name}_bias", zeros(*out), tuple(out.values()))
-        return cls(from_bits(kernel), scale, a, b, bias)
+        return cls(kernel, a, b, bias)
 
 
 def _project(
@@ -187,15 +189,13 @@ def _project(
     layers = [
         _Linear.declare(module, name, into, out, lora, has_bias) for name, out in outputs.items()
     ]
-    kernels = [layer.kernel.astype(x.dtype) for layer in layers]  # casts int8 alone
+    kernels = [layer.kernel for layer in layers]
     # In one call, so that x is kept once for the gradients of all projections and adapters.
     kernels += [layer.a for layer in layers if layer.a is not None]
     projected: Any = products.multiply(x, tuple(kernels), len(into))
     lows = iter(projected[len(layers) :])
     results = []
     for layer, result in zip(layers, projected, strict=False):
-        if layer.scale is not None:
-            result = (result.astype(jnp.float32) * layer.scale).astype(x.dtype)
         if lora is not None and layer.b is not None:
             adapted: Any = products.multiply(next(lows), (layer.b,), 1)
             result += adapted[0] * lora.scale
@@ -361,10 +361,15 @@ class Transformer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Any, moe.Routing | None]:
         c = self.config
         table_shape = (c.vocab_size, c.width)
-        table = self.param("embedding", _kernel(("vocab", "embed"), c.width), table_shape)
+        head = table = self.param("embedding", _kernel(("vocab", "embed"), c.width), table_shape)
         if not c.tied_embeddings:  # created by init, used by unembed()
-            self.param("unembedding", _kernel(("vocab", "embed"), c.width), table_shape)
-        x = spmd.with_logical_constraint(embedding.lookup(table, tokens), _HIDDEN)
+            head = self.param("unembedding", _kernel(("vocab", "embed"), c.width), table_shape)
+        scale = None
+        if table.dtype == jnp.int8:
+            scale = self.get_variable("params", "embedding_scale")
+        # Of an int8 base, the head alone is in the compute dtype.
+        x = embedding.lookup(table, tokens, scale).astype(head.dtype)
+        x = spmd.with_logical_constraint(x, _HIDDEN)
         if c.scaled_embedding:
             x = x * jnp.asarray(c.width**0.5, x.dtype)  # rounded first, as Gemma was trained
         block = Block
@@ -403,8 +408,9 @@ def boxed_init(config: PolicyConfig, key: jax.Array) -> Any:
 
 
 def init(config: PolicyConfig, key: jax.Array) -> Params:
-    """Initialize random float32 parameters as a plain nested dict."""
-    return nn.unbox(boxed_init(config, key))
+    """Initialize random parameters as a plain nested dict: float32, or an int8 base."""
+    params = nn.unbox(boxed_init(config, key))
+    return int8.quantize_base(params) if config.has_int8_base else params
 
 
 @functools.cache
@@ -412,7 +418,10 @@ def abstract_params(config: PolicyConfig) -> tuple[Params, Params]:
     """Return shapes (jax.ShapeDtypeStruct) and logical axes (PartitionSpec) of all parameters."""
     # The key is created inside the trace, so that no device is touched.
     boxed = jax.eval_shape(lambda: boxed_init(config, jax.random.key(0)))
-    return nn.unbox(boxed), nn.get_partition_spec(boxed)
+    params, axes = nn.unbox(boxed), nn.get_partition_spec(boxed)
+    if config.has_int8_base:
+        return jax.eval_shape(int8.quantize_base, params), int8.int8_axes(axes)
+    return params, axes
 
 
 def _context(config: PolicyConfig, positions: jax.Array, context: dict[str, Any]) -> dict:
@@ -439,10 +448,10 @@ def hidden_states(
 ) -> tuple[Float[Array, "B T D"], Any, moe.Routing | None]:
     """Run the embedding, the blocks and the final norm.
 
-    `params` are in the compute dtype. `positions` are rotary, not row indices. `attend` receives
-    `cache` and `context` in every layer; context["last_query"] (int32 [B, T], negative at padding)
-    excludes padding from the token counts of the experts. `experts` replace the experts that the
-    router chooses; see moe.no_experts.
+    `params` are in the compute dtype, some may be int8 (int8.py). `positions` are rotary, not row
+    indices. `attend` receives `cache` and `context` in every layer; context["last_query"] (int32
+    [B, T], negative at padding) excludes padding from the token counts of the experts. `experts`
+    replace the experts that the router chooses; see moe.no_experts.
 
     Returns:
       Final hidden states in the compute dtype; the cache after the last layer; and for a mixture of

@@ -25,8 +25,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spell_jax.policy import int8, lora, transformer
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.formats import safetensors as files
 from spell_jax.policy.tensor_table import (
@@ -94,7 +94,10 @@ def read_config_and_tokenizer(
 
 
 def load(
-    folder: str | pathlib.Path, mesh: jax.sharding.Mesh | None = None, dtype: str = "float32"
+    folder: str | pathlib.Path,
+    mesh: jax.sharding.Mesh | None = None,
+    dtype: str = "float32",
+    int8_base: bool = False,
 ) -> tuple[PolicyConfig, transformer.Params]:
     """Read config.json and the weights (F32, F16 or BF16) of a Hugging Face folder.
 
@@ -103,7 +106,8 @@ def load(
 
     Returns:
       The architecture, and the parameters in `dtype` (one of DTYPES): numpy arrays without a mesh,
-      else jax arrays sharded by meshes.shardings.
+      else jax arrays sharded by meshes.shardings. With `int8_base`, which needs a mesh, weights
+      are quantized (int8.quantize_base) from their float32 values, layer by layer.
 
     Raises:
       FileNotFoundError: if a file is missing.
@@ -121,7 +125,13 @@ def load(
         shardings = flatten_dict(meshes.shardings(mesh, axes, shapes), sep="/")
     # Largest pieces first, while little else is in memory.
     paths = sorted(source.entries, key=source.piece_size, reverse=True)
-    flat = {path: _read_parameter(source, path, shardings.get(path)) for path in paths}
+    if mesh is None:
+        flat = {path: _read_parameter(source, path) for path in paths}
+        return config, unflatten_dict(flat, sep="/")
+    quantized = int8.base_weights(unflatten_dict(shardings, sep="/")) if int8_base else {}
+    flat = {}
+    for path in paths:
+        flat |= _read_onto_mesh(source, path, shardings[path], path in quantized)
     return config, unflatten_dict(flat, sep="/")
 
 
@@ -313,33 +323,52 @@ def _copy_strips(target: np.ndarray, source: np.ndarray) -> None:
         target[start : start + step] = source[start : start + step]
 
 
-def _read_parameter(
-    source: _Source, path: str, sharding: NamedSharding | None
-) -> np.ndarray | jax.Array:
-    """Read a whole parameter (a numpy array without a sharding); each host reads its own parts."""
+def _read_parameter(source: _Source, path: str) -> np.ndarray:
+    """Read a whole parameter into a numpy array."""
+    shape, layered = source.shape(path), source.entries[path].layered
+    out = np.empty(shape, DTYPES[source.dtype][0])
+    full_index = tuple(slice(0, size) for size in shape[layered:])
+    for layer, part in enumerate(out if layered else [out]):
+        source.fill(part, path, layer, full_index)
+    return out
+
+
+def _read_onto_mesh(
+    source: _Source, path: str, sharding: NamedSharding, quantized: bool
+) -> dict[str, jax.Array]:
+    """Read a parameter, and its scales if quantized, by path; each host reads its own parts."""
+    shardings = {path: sharding}
+    if quantized:
+        # Not the compute dtype: every run and machine shall quantize to the same bits.
+        source = dataclasses.replace(source, dtype="float32")
+        shardings = int8.int8_shardings(shardings)
     shape, dtype = source.shape(path), DTYPES[source.dtype][0]
-    layered = source.entries[path].layered
-    if sharding is None:
-        out = np.empty(shape, dtype)
-        full_index = tuple(slice(0, size) for size in shape[layered:])
-        for layer, part in enumerate(out if layered else [out]):
-            source.fill(part, path, layer, full_index)
-        return out
-    if not layered:
-        return _piece(source, path, 0, shape, sharding)
-    # Layers go into a donated stack one by one: jnp.stack would hold all layers twice.
-    stack = jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
-    insert = jax.jit(_insert, donate_argnums=0, out_shardings=sharding)
+
+    def finish(weight: Any) -> dict[str, Any]:
+        return int8.quantize({path: weight}) if quantized else {path: weight}
+
+    if not source.entries[path].layered:
+        piece = _piece(source, path, 0, shape, sharding)
+        return jax.jit(finish, out_shardings=shardings)(piece) if quantized else {path: piece}
+    # Layers go into donated stacks one by one: jnp.stack would hold all layers twice.
+    empty = jax.eval_shape(finish, jax.ShapeDtypeStruct(shape, dtype))
+    stacks = jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty), out_shardings=shardings
+    )()
+
+    def insert(stacks: Any, piece: jax.Array, layer: jax.Array) -> Any:
+        def update(stack: jax.Array, part: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(stack, part, layer, 0)
+
+        return jax.tree.map(update, stacks, finish(piece[None]))
+
+    insert_layer = jax.jit(insert, donate_argnums=0, out_shardings=shardings)
     sharding_of_layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     for layer in range(shape[0]):
         piece = _piece(source, path, layer, shape[1:], sharding_of_layer)
         # Block, so that pieces do not pile up in memory.
-        stack = insert(stack, piece, np.int32(layer)).block_until_ready()
-    return stack
-
-
-def _insert(stack: jax.Array, piece: jax.Array, layer: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, piece, layer, 0)
+        stacks = jax.block_until_ready(insert_layer(stacks, piece, np.int32(layer)))
+    return stacks
 
 
 def _piece(
@@ -376,8 +405,9 @@ def save(
     An existing folder is replaced; see safetensors.replacing. With several hosts, every process
     must call this with its shards of the parameters (numpy or jax arrays); process 0 writes. The
     files have `dtype`, one of DTYPES, and at most `shard_bytes` bytes unless a single tensor is
-    larger; that is also about the memory needed. The tokenizer's eos and padding ids go into the
-    configs.
+    larger; that is also about the memory needed. Adapters are merged into their kernels, and an
+    int8 base is dequantized (lora.merge), one layer at a time. The tokenizer's eos and padding ids
+    go into the configs.
 
     Raises:
       ValueError: if no Hugging Face architecture has these parts, or the parameters do not match
@@ -438,13 +468,15 @@ def write_ends(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer) -> None:
 
 
 def _check_params(config: PolicyConfig, flat: Mapping[str, Any]) -> None:
-    entries, sizes = table(config), sizes_of(config)
-    if differing := set(flat) ^ set(entries):
+    shapes: dict[str, Any] = flatten_dict(transformer.abstract_params(config)[0], sep="/")
+    if differing := set(flat) ^ set(shapes):
         path = min(differing)
         raise ValueError(f"parameter {path} is {'unknown' if path in flat else 'missing'}")
-    for path, entry in entries.items():
-        if flat[path].shape != (shape := entry.our_shape(sizes)):
-            raise ValueError(f"parameter {path} has shape {flat[path].shape}, needs {shape}")
+    for path, expected in shapes.items():
+        if flat[path].shape != expected.shape:
+            raise ValueError(
+                f"parameter {path} has shape {flat[path].shape}, needs {expected.shape}"
+            )
 
 
 def _their_tensors(
@@ -455,7 +487,7 @@ def _their_tensors(
     for path, layer, _ in tensors_in_order(config):
         entry = entries[path]
         # One layer at a time, because a whole stack of kernels may not fit a host.
-        value = distributed.fetch_global(flat[path] if layer is None else flat[path][layer])
+        value = distributed.fetch_global(lora.merged_part(config, flat, path, layer))
         for part in value if entry.expertwise else [value]:
             part = entry.in_their_order(part)
             out = np.empty(part.shape, DTYPES[dtype][0])

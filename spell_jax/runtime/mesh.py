@@ -121,11 +121,11 @@ def shardings(mesh: jax.sharding.Mesh, axes, shapes):
     return jax.tree.map(sharding, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
-def with_sharding(tree: Any, shardings: Any, dtype: Any = None) -> Any:
-    """Return a tree as jax.ShapeDtypeStructs with shardings, and optionally another dtype."""
+def with_sharding(tree: Any, shardings: Any) -> Any:
+    """Return a tree as jax.ShapeDtypeStructs with shardings."""
 
     def abstract(x, sharding):
-        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree.map(abstract, tree, shardings)
 

@@ -53,7 +53,7 @@ class SamplerConfig:
         one scale per token and head.
       weights_dtype: dtype of the kernels used for sampling, "compute" or "int8" (policy/int8.py;
         not for mixtures of experts). The int8 copy is made when a session starts and is kept beside
-        the weights in the compute dtype.
+        the weights in the compute dtype; with policy.base_dtype = "int8" there is nothing to copy.
       attention: kernel that reads the pool, "auto" (the platform's kernel) or "xla".
     """
 

@@ -106,12 +106,13 @@ class Sampler:
             compiler_options=self._decode_options(),
         )
         self._quantized = None
-        if config.weights_dtype == "int8":
-            int8.check_quantizable(policy)
+        # An int8 base of adapters is sampled from as it is trained on.
+        if config.weights_dtype == "int8" and not policy.has_int8_base:
+            int8.check_quantizable(policy, "sampler.weights_dtype")
             shapes, axes = transformer.abstract_params(policy)
             kernels = int8.kernels(meshes.shardings(mesh, axes, shapes))
             self._quantized = int8.int8_shardings(kernels)
-            self._quantize = jax.jit(int8.quantize_kernels, out_shardings=self._quantized)
+            self._quantize = jax.jit(int8.quantize, out_shardings=self._quantized)
         self.init_state: jax.stages.Wrapped = jax.jit(
             self._init_state, static_argnums=0, out_shardings=shardings
         )
@@ -129,7 +130,8 @@ class Sampler:
         devices = [] if isinstance(self.mesh, jax.sharding.AbstractMesh) else self.mesh.devices.flat
         on_gpu = any(device.platform in ("gpu", "cuda") for device in devices)
         # int8 weights need XLA's Triton products, which cast as they read.
-        return _GPU_DECODE_OPTIONS if on_gpu and self.config.weights_dtype == "compute" else None
+        has_int8 = self.config.weights_dtype == "int8" or self.policy.has_int8_base
+        return _GPU_DECODE_OPTIONS if on_gpu and not has_int8 else None
 
     def _init_state(self, dtype: Any) -> programs.State:
         """Return a State with an empty pool, for weights of a compute dtype."""
@@ -158,7 +160,7 @@ class Sampler:
         """Return shapes and shardings of the programs' weights, given abstract `params`."""
         if self._quantized is None:
             return params
-        small = jax.eval_shape(int8.quantize_kernels, int8.kernels(params))
+        small = jax.eval_shape(int8.quantize, int8.kernels(params))
         return int8.with_int8(params, meshes.with_sharding(small, self._quantized))
 
     def sample(

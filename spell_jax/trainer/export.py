@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 
 from etils import epath
@@ -21,6 +22,8 @@ from spell_jax.runtime.files.jsonl import read_json
 from spell_jax.runtime.files.paths import CONFIG_FILE
 from spell_jax.trainer import supervised
 from spell_jax.trainer.state import read_weights
+
+log = logging.getLogger(__name__)
 
 
 def export(
@@ -56,7 +59,13 @@ def export(
         # with.
         assert folder is not None  # random weights have no adapters (policy.lora_rank)
         base_dtype = resolve_dtype(config.policy.compute_dtype, mesh)
-        params = lora.join(params, weights.load(folder, mesh, base_dtype)[1])
+        frozen = weights.load(folder, mesh, base_dtype, policy.has_int8_base)[1]
+        params = lora.join(params, frozen)
+        log.info(
+            "the adapters are merged in float32 and rounded to %s (docs/models.md, Adapters, has "
+            "the cost); --adapters writes them unmerged",
+            dtype,
+        )
     entry.setup_done()
     if adapters:
         # PEFT's config names the base of the adapters; a URL stays as the run's config has it.
@@ -65,7 +74,7 @@ def export(
             base = str(folder)
         lora.save(out, policy, params, base)
     else:
-        weights.save(out, *lora.merge(policy, params), tokenizer, dtype)
+        weights.save(out, policy, params, tokenizer, dtype)
     return step
 
 

@@ -184,10 +184,10 @@ def freeze_base(learner: Learner, folder: pathlib.Path) -> None:
 
 
 def load_weights(folder: pathlib.Path, learner: Learner) -> transformer.Params:
-    """Load a policy folder's weights onto the mesh: float32, or the compute dtype if frozen."""
+    """Load a policy folder's weights onto the mesh: float32, or as `Learner.frozen` if frozen."""
     # Trained weights need float32: an update of 2e-6 rounds to nothing in bfloat16 (8 bits).
     dtype = learner.compute_dtype.name if learner.policy.lora else "float32"
-    return weights.load(folder, learner.mesh, dtype)[1]
+    return weights.load(folder, learner.mesh, dtype, learner.policy.has_int8_base)[1]
 
 
 def read_weights(

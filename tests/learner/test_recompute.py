@@ -138,7 +138,7 @@ def test_recomputed_logprobs_include_the_adapters() -> None:
     state = adapter_learner.init(tiny.weights())
     trained = lora.split(policy, tiny.weights(policy))[0]
     state = state.replace(params=jax.device_put(trained, adapter_learner.fns.param_shardings))
-    _, merged_weights = adapter_learner.export(state.params)
+    _, merged_weights = lora.merge(*adapter_learner.export(state.params))
     (recomputed_group,) = adapter_learner.recompute(state, GROUPS[:1])
     (expected_logprobs,) = logprobs(merged_weights, GROUPS[:1])
     for old, expected in zip(tiny.logprobs(recomputed_group), expected_logprobs, strict=True):

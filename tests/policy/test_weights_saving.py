@@ -68,7 +68,7 @@ def test_parameters_of_another_policy_are_rejected(tmp_path) -> None:
         (
             dataclasses.replace(tiny.POLICY, layers=3),
             tiny.weights(),
-            r"parameter layers/attention_norm/scale has shape \(2, 32\), needs \(3, 32\)",
+            r"parameter layers/attention/k_bias has shape \(2, 2, 8\), needs \(3, 2, 8\)",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -85,7 +85,7 @@ def test_int8_cache_on_a_mesh_equals_one_device(mesh: dict[str, int]) -> None:
 
 
 def _quantize(params):
-    return int8.with_int8(params, int8.quantize_kernels(int8.kernels(params)))
+    return int8.with_int8(params, int8.quantize(int8.kernels(params)))
 
 
 @pytest.mark.slow
