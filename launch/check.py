@@ -5,8 +5,8 @@
 
 1. `config.collect_mistakes` reads the config. Weights, memory and data are checked for sections
    without a mistake.
-2. A topology is a slice of topologies.py, or cpu:N or gpu:N for N devices of unknown memory. If
-   none is given, the mesh is laid over the fewest devices that it can use.
+2. A topology is a slice or GPU of topologies.py, or cpu:N or gpu:N for N devices of unknown
+   memory. If none is given, the mesh is laid over the fewest devices that it can use.
 3. Each mistake is printed as one line (field, value, remedy), and the exit status is 2. Without
    mistakes, a table describes the run, and remarks point out settings that are allowed but may be
    unintended. The exit status is 1 if documents are not named yet, or one of the paper's models is
@@ -281,7 +281,7 @@ def _check_devices(checked: Checked, name: str) -> None:
 
 
 def find_topology(name: str, mesh: Mapping[str, int]) -> topologies.Topology:
-    """Find a slice, cpu:N or gpu:N; "" means the fewest devices that the mesh can use."""
+    """Find a slice or GPU, cpu:N or gpu:N; "" means the fewest devices that the mesh can use."""
     sizes = [size for size in mesh.values() if isinstance(size, int) and size > 0]
     named = re.fullmatch(r"(?:cpu|gpu):([1-9]\d*)", name)
     if named or not name:
@@ -289,7 +289,7 @@ def find_topology(name: str, mesh: Mapping[str, int]) -> topologies.Topology:
         memory, name = topologies.ANY_MEMORY, name or "no topology given"
         return topologies.Topology(name, "", count, (count,), memory, "")
     try:
-        return topologies.find(name)
+        return topologies.find(name, *topologies.PLANNED_ONLY, *topologies.GPUS)
     except ValueError as error:
         raise ValueError(f"{error}, cpu:N, gpu:N") from error
 
@@ -356,7 +356,10 @@ def _plan(checked: Checked, run: RunConfig) -> plan.MemoryPlan:
 # Part of memory (plan.PARTS) -> field whose change makes it smaller, and the change. Used for the
 # largest part of the program that takes the most memory.
 _SMALLER = {
-    "weights": ("mesh.fsdp", "more, or mesh.context or mesh.tensor"),
+    "weights": (
+        "mesh.fsdp",
+        "more, or mesh.context or mesh.tensor, or policy.base_dtype 'int8' with policy.lora_rank",
+    ),
     "masters": ("mesh.fsdp", "more, or mesh.context, or policy.lora_rank above 0"),
     "optimizer": ("optimizer.offload", "True"),
     "gradients": ("mesh.fsdp", "more, or mesh.context, or policy.lora_rank above 0"),
@@ -468,12 +471,15 @@ def describe(checked: Checked) -> str:
 
 
 def _describe_policy(policy: PolicyConfig) -> str:
-    shapes, _ = transformer.abstract_params(policy)
-    trained, _ = lora.split(policy, shapes)
-    count, trained_count = (
-        sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (shapes, trained)
-    )
-    adapters = f", of which {trained_count:,} in adapters are trained" if policy.lora else ""
+    # Of the base without adapters, because the scales of int8 weights are no parameters.
+    base, _ = transformer.abstract_params(dataclasses.replace(policy, lora=None))
+    trained, adapters = {}, ""
+    if policy.lora:
+        trained, _ = lora.split(policy, transformer.abstract_params(policy)[0])
+        count = sum(leaf.size for leaf in jax.tree.leaves(trained))
+        adapters = f", of which {count:,} in adapters are trained"
+        adapters += " over an int8 base" if policy.has_int8_base else ""
+    count = sum(leaf.size for leaf in jax.tree.leaves((base, trained)))
     return f"{count:,} parameters{adapters}, {policy.layers} layers"
 
 
@@ -589,7 +595,7 @@ def main(_) -> None:
 
 if __name__ == "__main__":
     config_flags.DEFINE_config_file("config", None, "File, or name, of the run's config.")
-    flags.DEFINE_string("topology", "", "Devices: v5e-16, v5p-32, ..., cpu:N or gpu:N.")
+    flags.DEFINE_string("topology", "", "Devices: v5e-16, h100-1, ..., cpu:N or gpu:N.")
     flags.DEFINE_string("workdir", "", "Folder of the run, if there is one yet.")
     flags.mark_flag_as_required("config")
     entry.run_main(main)

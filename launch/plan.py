@@ -251,8 +251,10 @@ class MemoryPlan:
         config: Any = copy.deepcopy(self.config)  # keeps each field's type
         with config.unlocked():
             config.update_from_flattened_dict(fields)
-        section = config.policy
-        policy = dataclasses.replace(self.policy, remat=section.remat, ring=section.ring)
+        section, lora = config.policy, self.policy.lora
+        if lora is not None:
+            lora = dataclasses.replace(lora, base_dtype=section.base_dtype)
+        policy = dataclasses.replace(self.policy, remat=section.remat, ring=section.ring, lora=lora)
         return MemoryPlan(config, policy, self.topology, self.length, self.bucket)
 
     def largest(self) -> dict[str, int]:
@@ -312,6 +314,8 @@ class MemoryPlan:
         for remat in ("block", "offload"):
             if c.policy.remat not in (remat, "offload"):
                 yield {"policy.remat": remat}
+        if self.policy.lora and not self.policy.has_int8_base and not self.policy.experts:
+            yield {"policy.base_dtype": "int8"}
         if not c.optimizer.offload:
             yield {"optimizer.offload": True}
         if sizes["context"] > 1 and not c.policy.ring:
@@ -381,7 +385,7 @@ def define_flags() -> None:
 def main(_) -> None:
     jax.config.update("jax_platforms", "cpu")  # a few small arrays; no TPU is claimed for them
     flag_values = flags.FLAGS
-    config, policy, topology, length = aot.read_flags(topologies.A100_NODE, *topologies.GPUS)
+    config, policy, topology, length = aot.read_flags(*topologies.PLANNED_ONLY, *topologies.GPUS)
     if flag_values.time:
         sizes: dict[str, Any] = {name: flag_values[name].value for name in _WORKLOAD}
         work = step_time.workload(config, length, **sizes)

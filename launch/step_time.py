@@ -94,6 +94,7 @@ SHARES = {
     # al., arXiv 2104.04473, abstract). The other shares are assumed.
     "a100": Shares(0.5, 0.52, _DECODE, _ATTENTION, _MEMORY, 0.65, _EXPERTS, 2e-6),
 }
+SHARES["l4"] = SHARES["a100"]  # assumed
 # Measured on an H200 (docs/performance.md): prefill of 1.5B, the update of 7B with remat "block",
 # and the mean of attention forward and backward, over 989 TFLOP/s. The other shares are assumed.
 SHARES |= dict.fromkeys(

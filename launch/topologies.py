@@ -57,13 +57,15 @@ class Peaks(NamedTuple):
 # Google Cloud's pages "TPU v4", "v5e", "v5p" and "v6e" (docs.cloud.google.com/tpu/docs/v5e): peak
 # compute, HBM bandwidth, and half of the bidirectional inter-chip bandwidth (v4: six links of 45
 # GB/s, How To Scale Your Model, part 2). NVIDIA's data sheets of the A100 80GB SXM, H100 SXM and
-# H200 SXM: bfloat16 without sparsity, HBM, half of NVLink's 600 and 900 GB/s.
+# H200 SXM: bfloat16 without sparsity, HBM, half of NVLink's 600 and 900 GB/s; of the L4: half of
+# the 242 TFLOP/s with sparsity, GDDR6, half of PCIe's 64 GB/s.
 PEAKS = {
     "v4": Peaks(275e12, 1200e9, 270e9),
     "v5e": Peaks(197e12, 819e9, 200e9),
     "v5p": Peaks(459e12, 2765e9, 600e9),
     "v6e": Peaks(918e12, 1638e9, 400e9),
     "a100": Peaks(312e12, 2039e9, 300e9),
+    "l4": Peaks(121e12, 300e9, 32e9),
     "h100": Peaks(989e12, 3350e9, 450e9),
     "h200": Peaks(989e12, 4800e9, 450e9),
 }
@@ -87,8 +89,13 @@ def _slices():
 
 
 TOPOLOGIES = {topology.name: topology for topology in _slices()}
-# The paper's node, for estimates only: 8 A100 of 80 GB, of which the driver reports 81,251 MiB.
-A100_NODE = Topology("a100-8", "", 8, (8,), 81_251 * 2**20, "")
+# For estimates only: the paper's node of 8 A100 of 80 GB, of which the driver reports 81,251 MiB,
+# and an L4, which has the least memory of the GPUs of 24 GB: the driver reports 23,034 MiB
+# (nvidia-smi, with ECC), beside 24,564 MiB of an RTX 4090.
+PLANNED_ONLY = (
+    Topology("a100-8", "", 8, (8,), 81_251 * 2**20, ""),
+    Topology("l4-1", "", 1, (1,), 23_034 * 2**20, ""),
+)
 # One GPU each, with the memory that the driver offers to a process (H200: measured, by a limit of
 # 128.6 GiB at a share of .92). At the start of a process, jax takes 75 % of this memory, or the
 # share in XLA_PYTHON_CLIENT_MEM_FRACTION.

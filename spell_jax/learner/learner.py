@@ -114,7 +114,7 @@ class Learner:
         self.frozen = self.fns.cast(jax.device_put(params, self.fns.frozen_shardings))
 
     def cast(self, params: transformer.Params) -> transformer.Params:
-        """Return the whole policy in the compute dtype, for the sampler, from trained weights."""
+        """Return the whole policy, as the sampler reads it, from trained weights."""
         return lora.join(self.fns.cast(params), self.frozen)
 
     def export(self, params: transformer.Params) -> tuple[PolicyConfig, transformer.Params]:

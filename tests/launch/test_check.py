@@ -155,6 +155,23 @@ def test_check_says_when_this_machine_gains_from_bfloat16(
     assert [text.startswith(line or "") for text in dtypes] == [True] * (line is not None)
 
 
+def test_adapters_over_an_int8_base_are_described_and_planned_on_a_gpu() -> None:
+    config = paper.get_config("qwen2.5-7b")
+    fields = {"policy.lora_rank": 16, "policy.base_dtype": "int8", "mesh.fsdp": 1}
+    sizes = {"packing.token_budget": 20_480, "sampler.kv_cache_tokens": 114_688}
+    config.update_from_flattened_dict(fields | sizes)
+    checked = check.check(config, topology="l4-1")
+    assert checked.mistakes == []
+    text = check.describe(checked)
+    adapters = 16 * 28 * (4 * (3584 + 3584) - 2 * (3584 - 512) + 3 * (3584 + 18_944))
+    total = 7_615_616_512 + adapters
+    assert f"{total:,} parameters, of which {adapters:,} in adapters are trained over an i" in text
+    assert "devices  l4-1: 1 device, 22.49 GiB each" in text
+    config.policy.base_dtype = "compute"
+    (mistake,) = check.check(config, topology="l4-1").mistakes
+    assert "must be more, or mesh.context or mesh.tensor, or policy.base_dtype 'int8'" in mistake
+
+
 @pytest.mark.parametrize("name", paper.MODELS)
 def test_shapes_of_the_papers_models_have_their_numbers_of_parameters(name: str) -> None:
     policy = known_shape(f"models/{paper.MODELS[name].folder}")
@@ -288,6 +305,11 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"mesh.rows": "all"}, "", r"mesh.rows: no such field, must be one of"),
     ({}, "v5e-12", r"topology = 'v5e-12': must be one of .*v5e-16, .*, cpu:N, gpu:N"),
     ({}, "cpu:0", r"topology = 'cpu:0': must be one of"),
+    (
+        {"policy.base_dtype": "int8"},
+        "",
+        r"policy.base_dtype = 'int8': must be 'compute', or policy.lora_rank above 0",
+    ),
     ({"mesh.tensor": 8}, "v5e-8", r"mesh.tensor = 8: must divide the policy's 4 heads"),
     ({"mesh.expert": 2}, "cpu:8", r"mesh.expert = 2: must be 1, the policy has no experts"),
     (

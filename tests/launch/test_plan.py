@@ -15,6 +15,7 @@ import pytest
 
 from launch import aot, plan, topologies
 from spell_jax.configs import paper
+from spell_jax.learner import packing
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from tests import noise
@@ -188,6 +189,58 @@ def test_adapters_shrink_masters_optimizer_and_gradients() -> None:
     for part in ("masters", "optimizer", "gradients"):
         assert 0 < parts[part] < all_parts[part] / 10
     assert parts["weights"] > all_parts["weights"]
+
+
+def _adapted(topology: str, **fields: Any) -> plan.MemoryPlan:
+    """Plan Qwen2.5-7B with adapters over an int8 base, prompts of 16K tokens, on one GPU."""
+    config = paper.get_config("qwen2.5-7b-instruct")
+    changes = {"mesh.fsdp": 1, "policy.lora_rank": 16, "policy.base_dtype": "int8"}
+    noise.with_fields(config, changes | fields)
+    policy = dataclasses.replace(QWEN, lora=LoraConfig(16, base_dtype="int8"), remat="block")
+    place = topologies.find(topology, *topologies.PLANNED_ONLY, *topologies.GPUS)
+    bucket = packing.Bucket(20_480, 4096)  # a prompt with one answer; other answers get more rows
+    return plan.MemoryPlan(config, policy, place, 16_384, bucket)
+
+
+def test_int8_base_of_a_7b_takes_less_than_8_2_gb() -> None:
+    programs = _adapted("l4-1").programs
+    layer = 2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18_944
+    kernels, outputs = 28 * layer, 28 * (3 * 3584 + 2 * 512 + 2 * 18_944)
+    norms, biases = 57 * 3584, 28 * (3584 + 2 * 512)
+    tables = 152_064 * (3584 + 4 + 2 * 3584)  # int8 and a scale per token; bfloat16
+    expected = kernels + 4 * outputs + 2 * (norms + biases) + tables
+    assert aot.bytes_per_chip(programs.frozen) == expected < 8.2e9
+    in_bfloat16 = dataclasses.replace(programs.policy, lora=LoraConfig(16))
+    plain = aot.RunPrograms(programs.config, in_bfloat16, programs.mesh, 16_384)
+    assert aot.bytes_per_chip(plain.frozen) > 15e9
+    # Sampler and trainer read the same copy, and a reference adds its adapters alone.
+    for name in ("prefill", "decode"):
+        weights, *_ = programs.program(name).arguments
+        assert aot.bytes_per_chip(weights) == expected + aot.bytes_per_chip(programs.trained)
+    with_kl = _adapted("l4-1", **{"loss.kl_weight": 0.1})
+    weights = {need.program: need.parts["weights"] for need in with_kl.needs}
+    copy = aot.bytes_per_chip(programs.state.params)
+    adapters = aot.bytes_per_chip(programs.trained)
+    assert weights["accumulate"] == expected + 2 * adapters + copy
+
+
+@pytest.mark.parametrize(
+    ("topology", "fields"),
+    [
+        ("l4-1", {"packing.token_budget": 20_480, "sampler.kv_cache_tokens": 114_688}),
+        ("h100-1", {}),
+    ],
+)
+def test_adapters_of_a_7b_at_16k_tokens_fit_one_gpu(topology: str, fields: dict[str, Any]) -> None:
+    memory_plan = _adapted(topology, **fields)
+    # As jax takes .92 of the memory that the driver reports, see the docs.
+    assert memory_plan.worst.total < 0.92 * memory_plan.topology.hbm
+    policy = dataclasses.replace(memory_plan.policy, lora=LoraConfig(16))
+    arguments = memory_plan.topology, memory_plan.length, memory_plan.bucket
+    plain = plan.MemoryPlan(memory_plan.config, policy, *arguments)
+    assert plain.fits == (topology == "h100-1")
+    assert plain.worst.total - memory_plan.worst.total > 6 * plan.GIB
+    assert "--config.policy.base_dtype=int8" in dict(plain.helpful())
 
 
 @pytest.mark.slow

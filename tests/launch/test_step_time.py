@@ -53,7 +53,7 @@ def _programs(
     folder = config.policy.folder
     policy = next(shape for name, shape in SHAPES.items() if name in folder)
     policy = dataclasses.replace(policy, remat=config.policy.remat)
-    place = topologies.find(topology, topologies.A100_NODE)
+    place = topologies.find(topology, *topologies.PLANNED_ONLY)
     mesh: Any = topologies.abstract_mesh(place, config.mesh)
     return aot.RunPrograms(config, policy, mesh, length)
 
@@ -61,7 +61,7 @@ def _programs(
 def _phases(topology: str, length: int = 4096, **fields: Any) -> dict[str, Phase]:
     programs = _programs(topology, length=length, **fields)
     work = step_time.workload(programs.config, length)
-    place = topologies.find(topology, topologies.A100_NODE)
+    place = topologies.find(topology, *topologies.PLANNED_ONLY)
     counts = step_time.count_programs(programs, place)
     return {phase.name: phase for phase in step_time.phases(counts, place, work)}
 

@@ -54,6 +54,12 @@ def test_missing_compiler_for_gpus_error_names_the_extra_to_install():
         topologies.devices(topologies.find("h100-1", *topologies.GPUS))
 
 
+def test_gpu_of_24_gb_is_planned_but_not_compiled_for():
+    gpu = topologies.find("l4-1", *topologies.PLANNED_ONLY)
+    assert not gpu.layout and 0.93 < gpu.hbm / 2**30 / 24 < 0.95  # ECC takes a part
+    assert topologies.peaks(gpu).operations / topologies.peaks(gpu).memory > 200
+
+
 def test_gpus_have_memory_and_peaks():
     for gpu in topologies.GPUS:
         kind, peaks = gpu.name.partition("-")[0], topologies.peaks(gpu)

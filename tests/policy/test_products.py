@@ -145,6 +145,28 @@ def test_several_kernels_have_the_products_and_gradients_of_each(
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
 
 
+@by_shape
+def test_int8_kernels_multiply_like_their_float32_values(x_shape, kernel_shape, into: int) -> None:
+    """Beside a kernel with a gradient; int8 kernels and their scales have none."""
+    x, kernel = _factors(x_shape, kernel_shape)
+    scale = jnp.exp(kernel[(0,) * into])
+    weights = jnp.round(40 * kernel).astype(jnp.int8)
+
+    def int8_products(x, kernel):
+        return products.multiply(x, (products.Int8Kernel(weights, scale), kernel), into)
+
+    def float_products(x, kernel):
+        return products.multiply(x, (weights * scale, kernel), into)
+
+    (out, pull), (expected_out, expected_pull) = (
+        jax.vjp(function, x, kernel) for function in (int8_products, float_products)
+    )
+    out_gradients = jax.tree.map(jnp.cos, expected_out)
+    pairs = (out, pull(out_gradients)), (expected_out, expected_pull(out_gradients))
+    for value, expected in zip(*map(jax.tree.leaves, pairs), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_types_of_products_by_platform(platform: str) -> None:
     """On CPUs all products are float32; elsewhere the gradients of kernels alone, unconstrained."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -13,7 +14,8 @@ import jax
 import numpy as np
 import pytest
 
-from spell_jax.policy import weights
+from spell_jax.policy import int8, lora, weights
+from spell_jax.policy.config import LoraConfig
 from spell_jax.runtime.files.checkpoint import DamagedError
 from spell_jax.trainer import loop
 from spell_jax.trainer.export import export
@@ -143,6 +145,28 @@ def test_only_adapters_are_trained_saved_and_exported(policy, adapted, tmp_path)
     assert written == {"adapter_config.json", "adapter_model.safetensors"}
     description = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert description["base_model_name_or_path"] == str(policy)
+
+
+@pytest.mark.slow
+def test_run_over_an_int8_base_resumes_to_the_same_bits_and_is_exported(policy, tmp_path) -> None:
+    """A resumed run quantizes the base again; its reference is the base."""
+    fields = SHORT | LORA | {"policy.base_dtype": "int8", "loss.kl_weight": 0.1}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_to_end(noise.small_config(policy, **fields), whole)
+    run_to_end(noise.small_config(policy, **fields | {"steps": 1}), resumed)
+    run_to_end(noise.small_config(policy, **fields), resumed)
+    merged = load(whole / "policy")
+    assert_same(load(resumed / "policy"), merged)
+    export(whole, tmp_path / "merged", dtype="float32")
+    assert_same(load(tmp_path / "merged"), merged)
+    base = int8.quantize_base(load(policy))
+    adapted = LoraConfig(2, base_dtype="int8")
+    shape = dataclasses.replace(weights.load(policy)[0], lora=adapted)
+    _, dequantized = lora.merge(shape, base)
+    mlp, expected_mlp = merged["layers"]["mlp"], dequantized["layers"]["mlp"]
+    assert_same(mlp["up_kernel"], expected_mlp["up_kernel"])
+    moved = np.abs(mlp["down_kernel"] - expected_mlp["down_kernel"]).max()
+    assert 1e-5 < moved < 0.1, "adapters are trained and merged"
 
 
 def test_adapter_checkpoint_holds_only_adapters(adapted, run) -> None:

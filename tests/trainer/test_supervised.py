@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -24,8 +25,9 @@ from spell_jax.configs import tiny_warm_start
 from spell_jax.evaluation import generation
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.non_finite import NonFinite
+from spell_jax.policy import int8, lora, transformer, weights
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy import transformer, weights
+from spell_jax.policy.config import LoraConfig
 from spell_jax.question_sets import tiny_world_rows, tuning_rows
 from spell_jax.question_sets.rows import Row
 from spell_jax.runtime import entry
@@ -154,10 +156,11 @@ def test_lost_metrics_are_in_the_checkpoint(policy, source, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_adapters_are_tuned_resumed_and_merged(policy, source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("base_dtype", ["compute", "int8"])
+def test_adapters_are_tuned_resumed_and_merged(policy, source, base_dtype, tmp_path, monkeypatch):
     def config() -> ConfigDict:
         config = small_config(policy, source, checkpoint_every=2)
-        config.policy.update(lora_rank=2, lora_pattern="q_proj")
+        config.policy.update(lora_rank=2, lora_pattern="q_proj", base_dtype=base_dtype)
         return config
 
     uninterrupted_policy = supervised.fine_tune(config(), tmp_path / "whole")
@@ -168,7 +171,12 @@ def test_adapters_are_tuned_resumed_and_merged(policy, source, tmp_path, monkeyp
     resumed = supervised.fine_tune(config(), tmp_path / "killed")
     model = "model.safetensors"
     assert (resumed / model).read_bytes() == (uninterrupted_policy / model).read_bytes()
-    (_, before), (_, after) = weights.load(policy), weights.load(uninterrupted_policy)
+    (shape, before), (_, after) = weights.load(policy), weights.load(uninterrupted_policy)
+    if base_dtype == "int8":
+        before = lora.merge(
+            dataclasses.replace(shape, lora=LoraConfig(2, base_dtype="int8")),
+            int8.quantize_base(before),
+        )[1]
     changed = {
         "/".join(path)
         for path, value in flatten_dict(after).items()
