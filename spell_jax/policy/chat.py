@@ -12,8 +12,10 @@ A template that looks for `</think>` in an assistant's content therefore does no
 and does not cut out the reasoning as in transformers. Pass content and reasoning separately to get
 the same ids ({"content", "reasoning_content"}, which Qwen3's template supports).
 
-Known gap: a template that deletes or rewrites parts inside a content could assemble the text of a
-token from the remains.
+A template with `replace` may delete parts inside a content (SmolLM3's deletes `/think`), and so
+assemble the text of a token from the remains: `<|im_/thinkend|>`. For such a template, step 2 is
+done wherever the first character of an added token stands. Known gap: a template that deletes parts
+in another way.
 """
 
 from __future__ import annotations
@@ -110,7 +112,7 @@ class Template:
         self._source = source
         self._variables = dict(variables)
         self._may_open_thought = THOUGHT_BEGIN in source
-        self._escaper = _TokenEscaper(tokens, path)
+        self._escaper = _TokenEscaper(tokens, path, "replace" in source)
         for chat in _PROBES:
             try:
                 self._render(chat, True)
@@ -201,7 +203,8 @@ class Template:
 class _TokenEscaper:
     """Escapes the text of added tokens in contents, and finds the tokens a template wrote."""
 
-    def __init__(self, tokens: Iterable[Token], path: str):
+    def __init__(self, tokens: Iterable[Token], path: str, is_rewritten: bool):
+        """Prepare for `tokens`; `is_rewritten`: the template deletes parts of contents."""
         self._tokens = {token.text: token for token in tokens}
         texts = sorted(self._tokens, key=len, reverse=True)
         for text in texts:
@@ -213,7 +216,10 @@ class _TokenEscaper:
         rests: dict[str, list[str]] = {}
         for text in texts:
             rests.setdefault(text[0], []).append(re.escape(text[1:]))
-        starts = (f"{re.escape(first)}(?={'|'.join(endings)})" for first, endings in rests.items())
+        starts = (
+            re.escape(first) + ("" if is_rewritten else f"(?={'|'.join(endings)})")
+            for first, endings in rests.items()
+        )
         self._start = re.compile("|".join([_RESERVED, *starts]))
         self._longest = len(texts[0]) if texts else 0
         self._heads = {text[:n] for text in texts for n in range(1, len(text))}

@@ -19,10 +19,12 @@ with Qwen2.5's template).
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import json
 import math
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -37,6 +39,11 @@ MEMORY = 1 << 30  # bytes of the child's address space; Jinja itself takes 5 %
 # Most characters of a rendered text: these, and GROWTH for each character of a content. Templates
 # copy each content once, or twice as JSON, and add a few thousand characters of instructions.
 SHORT, GROWTH = 1 << 20, 4
+# A prompt must not depend on the day. Templates that ask whether strftime_now is defined have a
+# date of their own (Llama 3.1). All others get this date, shortly after the June 2025 that
+# SmolLM3's template states as the end of its knowledge.
+TODAY = datetime.date(2025, 7, 1)
+_ASKS_FOR_DATE = r"strftime_now\s+is\b"
 _COMPILED = 32  # templates that a child keeps compiled
 _MESSAGE = 1000  # most characters of an error's message
 
@@ -214,12 +221,13 @@ def _render(source: str, messages: Messages, variables: Mapping[str, Any]) -> st
 
 @functools.lru_cache(_COMPILED)
 def _compile(source: str) -> Any:
-    return _environment().from_string(source)
+    has_date = re.search(_ASKS_FOR_DATE, source)
+    return _environment().from_string(source, {} if has_date else {"strftime_now": TODAY.strftime})
 
 
 @functools.cache
 def _environment() -> Any:
-    """Make the Jinja environment of chat templates, without strftime_now and random functions."""
+    """Make the Jinja environment of chat templates, without random functions."""
     # Only the child needs Jinja.
     import jinja2
     import jinja2.ext
@@ -244,8 +252,7 @@ def _environment() -> Any:
     # Jinja's own filter escapes <, > and & for HTML, which would change the prompt.
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
-    # A prompt must not depend on the date or on chance. Templates without strftime_now fall back to
-    # a fixed date.
+    # A prompt must not depend on chance.
     del environment.globals["lipsum"], environment.filters["random"]
     return environment
 

@@ -67,6 +67,7 @@ def test_content_cannot_complete_a_token_of_the_template(text: str) -> None:
             "01",
         ),
         ("{{ strftime_now is defined }} {{ tools is none }} {{ mood }}", "", "False True glad"),
+        ("{{ strftime_now('%d %B %Y') }}", "", "01 July 2025"),
     ],
 )
 def test_jinja_features_of_common_chat_templates(source: str, content: str, expected: str) -> None:
@@ -76,6 +77,15 @@ def test_jinja_features_of_common_chat_templates(source: str, content: str, expe
 def test_filters_apply_to_content_with_the_text_of_a_token() -> None:
     source = "{{ messages[0].content | trim | replace('a', 'b') }}"
     assert parts(source, "  a<|end|>a ") == ["b<|end|>b"]
+
+
+@given(st.lists(st.sampled_from([*PIECES, "del"]), max_size=8).map("".join))
+@example("<|edelnd|>")
+@example("<del|end|>")
+def test_content_of_which_a_template_deletes_parts_is_no_token(text: str) -> None:
+    source = "<x>.{{ messages[0].content.replace('del', '') }}.<|end|>"
+    ids = [part for part in parts(source, text) if isinstance(part, int)]
+    assert ids == [X, END]
 
 
 def test_longest_token_at_a_place_is_chosen() -> None:
@@ -129,7 +139,7 @@ def test_invalid_template_is_rejected_at_construction(source: str) -> None:
         ("{{ ''.__class__.__mro__ }}", "__class__"),
         ("{{ 1 // 0 }}", "zero"),
         ("{{ range(10 ** 9) | list }}", "[Rr]ange"),
-        ("{{ strftime_now('%d') }}", "strftime_now"),
+        ("{{ strftime_now is defined }}{{ strftime_now('%d') }}", "strftime_now"),
         ("{{ lipsum() }}", "lipsum"),
     ],
 )

@@ -104,8 +104,12 @@ class HfTokenizer(Tokenizer):
     def _prepare_text(self, description: Mapping[str, Any], named: Mapping[str, int]) -> None:
         """Build tokenizers for plain text, without added tokens and frames; decoding uses _all."""
         added_tokens = self._all.get_added_tokens_decoder()
-        # White space is text: it marks no turns, and templates trim it.
-        self._added = {i: t for i, t in added_tokens.items() if t.special or t.content.strip()}
+        # White space is text: it marks no turns, and templates trim it. Gemma writes it as U+2581.
+        self._added = {
+            i: t
+            for i, t in added_tokens.items()
+            if t.special or t.content.replace("▁", " ").strip()
+        }
         # The marks of a thought are text even where they are special: without the end of a thought,
         # the thought would pass for the answer.
         marks = (chats.THOUGHT_BEGIN, chats.THOUGHT_END)
