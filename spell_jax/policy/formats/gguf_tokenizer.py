@@ -44,6 +44,7 @@ _NAMED = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
+_SPACE = "▁"  # SentencePiece's space
 # Most characters of a SentencePiece token: `_merges` looks up all cuts of a token in quadratic time
 # (a token of a million characters would take a day). Published tokens have up to 64.
 _LONGEST = 512
@@ -56,7 +57,7 @@ def hf_files(file: GgufFile) -> dict[str, str]:
 
     Raises ValueError if a field is missing or damaged, or the tokenizer is not implemented.
     """
-    tokens = _texts(file, "tokenizer.ggml.tokens")
+    tokens = _tokens(file)
     # A dictionary of texts to ids would silently keep the last of two equal tokens.
     if len(set(tokens)) < len(tokens):
         raise ValueError(f"{file.path}: tokenizer.ggml.tokens: a token is there twice")
@@ -110,6 +111,17 @@ def _texts(file: GgufFile, name: str) -> list[str]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"{file.path}: {name}: must be a list of texts, with at least one")
     return value
+
+
+def _tokens(file: GgufFile) -> list[str]:
+    """Return the tokens; SentencePiece's tokens of spaces alone as U+2581, as its texts have them.
+
+    Files write Gemma's tokens for runs of spaces with spaces.
+    """
+    tokens = _texts(file, "tokenizer.ggml.tokens")
+    if file.fields.get("tokenizer.ggml.model") != "llama":
+        return tokens
+    return [token if token.strip(" ") else _SPACE * len(token) for token in tokens]
 
 
 def _checked_text(file: GgufFile, name: str, value: Any) -> str:
@@ -199,19 +211,27 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
 
 def _sentencepiece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     scores = _numbers(file, "tokenizer.ggml.scores", len(tokens))
+    kinds = _numbers(file, "tokenizer.ggml.token_type", len(tokens))
+    # SentencePiece finds user-defined tokens before it joins any pair; their scores mean nothing.
+    # Published tokenizer.json files join them first, in order of their ids.
+    best = max(scores) + len(tokens)
+    ranks = [
+        best - i if kind == _USER_DEFINED else score
+        for i, (score, kind) in enumerate(zip(scores, kinds, strict=True))
+    ]
     vocabulary = _vocabulary(file, tokens)
     unknown = _named_ids(file).get("unk_token")
-    spaces = [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    spaces = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
     back = [
-        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
     # llama.cpp's default for SentencePiece is a space before the text, which decoding strips again.
     if file.fields.get("tokenizer.ggml.add_space_prefix", True):
-        spaces.insert(0, {"type": "Prepend", "prepend": "▁"})
+        spaces.insert(0, {"type": "Prepend", "prepend": _SPACE})
         back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    model = _bpe(vocabulary, _merges(vocabulary, scores, file.path))
+    model = _bpe(vocabulary, _merges(vocabulary, ranks, file.path))
     options = {"unk_token": None if unknown is None else tokens[unknown], "fuse_unk": True}
     return {
         "normalizer": {"type": "Sequence", "normalizers": spaces},
