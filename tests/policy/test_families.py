@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spell_jax.policy import transformer, weights
+from spell_jax.policy import int8, transformer, weights
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
@@ -19,10 +19,10 @@ LENGTH = 120  # the scaled ropes of families.py start from a context of 32
 TOKENS = np.random.default_rng(0).integers(0, families.VOCAB, size=(2, LENGTH)).astype(np.int32)
 every_family = pytest.mark.parametrize("family", families.FAMILIES)
 # Every model type and kind of rope; all further logits are compared, too.
-some_families = pytest.mark.parametrize(
-    "family",
-    ["qwen2", "qwen3 untied, linear", "qwen3_moe, plain router, yarn", "llama, llama3"],
-)
+SOME = ["qwen2", "qwen3 untied, linear", "qwen3_moe, plain router, yarn", "llama, llama3"]
+SOME += ["smollm3", "olmo2"]
+some_families = pytest.mark.parametrize("family", SOME)
+WINDOWS = ["qwen3, windows", "mistral", "smollm3, windows", "olmo3, yarn", "gemma3"]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_embedding_of_a_padded_row_equals_that_of_the_row_alone(family: str, loa
 
 
 @pytest.mark.slow
-@some_families
+@pytest.mark.parametrize("family", SOME + WINDOWS)
 def test_gradients_equal_torch_autograd(family: str, load_family, tmp_path) -> None:
     """Gradients of the summed logprob of a short text, relative to each tensor's largest entry."""
     model, config, params = load_family(family)
@@ -139,6 +139,28 @@ def test_gradients_equal_torch_autograd(family: str, load_family, tmp_path) -> N
         size = np.abs(expected_gradient).max()
         assert size > 1e-4, path
         np.testing.assert_allclose(gradient, expected_gradient, atol=1e-3 * size, err_msg=str(path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["olmo2", "gemma3"])
+def test_int8_weights_are_the_rounded_kernels(family: str, load_family) -> None:
+    _, config, params = load_family(family)
+    quantized = int8.quantize_kernels(int8.kernels(params))
+    rounded = {
+        module: {
+            name: kernels[name].astype(np.float32)
+            * np.expand_dims(
+                kernels[name.replace("_kernel", "_scale")], (1, 2) if name[0] == "o" else (1,)
+            )
+            for name in kernels
+            if name.endswith("_kernel")
+        }
+        for module, kernels in quantized.items()
+    }
+    logits = our_logits(config, int8.with_int8(params, quantized), TOKENS)
+    expected_logits = our_logits(config, int8.with_int8(params, rounded), TOKENS)
+    np.testing.assert_allclose(logits, expected_logits, atol=1e-3)
+    assert np.abs(logits - our_logits(config, params, TOKENS)).max() > 1e-3
 
 
 def test_embeddings_equal_the_last_hidden_state_of_transformers(load_family) -> None:

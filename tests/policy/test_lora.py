@@ -189,7 +189,7 @@ def test_sampler_applies_the_adapters() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "smollm3", "olmo2", "gemma3"])
 def test_saved_adapters_match_peft_logits_and_gradients(family: str, tmp_path) -> None:
     """PEFT reads the saved adapters: the same logits and gradients of the adapters."""
     torch = pytest.importorskip("torch", reason=families.REASON)
