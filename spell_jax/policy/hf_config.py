@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spell_jax.policy import families
+from spell_jax.policy import families, unsupported
 from spell_jax.policy import rope as ropes
 from spell_jax.policy.families import FAMILIES, MODEL_TYPES, MULTIMODAL, Family
 
@@ -25,6 +25,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([], None),
     "quantization_config": (None,),
     "use_mrope": (False, None),
+    "is_causal": (True,),
     "is_encoder_decoder": (False, None),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
@@ -61,7 +62,8 @@ def read(raw: dict[str, Any]) -> dict[str, Any]:
     """Read the fields of PolicyConfig; raises as PolicyConfig.from_hf."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        raise ValueError(f"model_type = {model_type!r}: must be one of {MODEL_TYPES}")
+        reason = unsupported.explain(model_type)
+        raise ValueError(f"model_type = {model_type!r}{reason}: must be one of {MODEL_TYPES}")
     if model_type == MULTIMODAL:
         _check_fixed(raw, _FIXED)
         raw = _text_config(raw)

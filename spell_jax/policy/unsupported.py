@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 _SOFTCAPPING = "softcapping of scores and logits"
 _LATENT = "latent attention and experts with shared ones"
 _LINEAR = "layers of linear attention"
@@ -67,8 +69,8 @@ MISSING = {
 }
 
 
-def explain(model_type: str) -> str:
-    """Return a parenthesis with what a model type lacks here; "" for types that are not known."""
+def explain(model_type: Any) -> str:
+    """Return a parenthesis with what a model type lacks here; "" for values that are not known."""
     # Multimodal files name their text model with a suffix.
-    missing = MISSING.get(model_type.removesuffix("_text"))
+    missing = MISSING.get(str(model_type).removesuffix("_text"))
     return f" (not implemented: {missing})" if missing else ""

@@ -213,7 +213,10 @@ def test_missing_config_fields_have_defaults_or_raise() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, r"model_type = 'mixtral': must be one of \('qwen2',"),
+        (
+            {"model_type": "mixtral"},
+            r"model_type = 'mixtral' \(not .*\): must be one of \('qwen2',",
+        ),
         ({"model_type": ["qwen2"]}, r"model_type = \['qwen2'\]: must be one of"),
         ({"use_sliding_window": True}, r"^sliding_window = None: must be a positive"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types = .*sliding"),

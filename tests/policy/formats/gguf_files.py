@@ -19,6 +19,12 @@ _BLOCK = {
     **{f"self_attn.{name}_norm": f"attn_{name}_norm" for name in "qk"},
     **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
+# Gemma 3 has a norm before and after each part.
+_GEMMA3_BLOCK = _BLOCK | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 
 
 def write(path: Path, architecture: str, fields: dict[str, Any], tensors: dict[str, Any]) -> Path:
@@ -45,9 +51,15 @@ def write(path: Path, architecture: str, fields: dict[str, Any], tensors: dict[s
     return path
 
 
+def architecture(config: Any) -> str:
+    """Return llama.cpp's name of an architecture, given a config of transformers."""
+    return {"gemma3_text": "gemma3", "mistral": "llama"}.get(config.model_type, config.model_type)
+
+
 def model_fields(config: Any) -> dict[str, Any]:
     """Return the fields of the architecture, given a config of transformers."""
-    name = config.model_type
+    name = architecture(config)
+    rope = config.rope_parameters
     fields = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -56,29 +68,35 @@ def model_fields(config: Any) -> dict[str, Any]:
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         "rope.dimension_count": config.head_dim,
     }
+    if name == "gemma3":
+        fields["attention.sliding_window"] = config.sliding_window
     return {f"{name}.{key}": value for key, value in fields.items()}
 
 
 def model_tensors(model: Any, kind: Quantization = Quantization.F32) -> dict[str, Any]:
     """Return a transformers model's tensors as llama.cpp stores them, with matrices quantized."""
     config, tensors = model.config, {}
+    name_of_architecture = architecture(config)
+    blocks = _GEMMA3_BLOCK if name_of_architecture == "gemma3" else _BLOCK
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         module, _, suffix = name.rpartition(".")
         array, last = value.numpy(), module.rpartition(".")[2]
-        if config.model_type == "llama" and last in heads:  # halves of a head to pairs
+        if name_of_architecture == "gemma3" and last.endswith("norm"):
+            array = array + 1
+        if name_of_architecture == "llama" and last in heads:  # halves of a head to pairs
             halves = array.reshape(heads[last], 2, -1, array.shape[-1])
             array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
         if module.startswith("model.layers."):
             _, _, layer, layer_module = module.split(".", 3)
-            module = f"blk.{layer}.{_BLOCK[layer_module]}"
+            module = f"blk.{layer}.{blocks[layer_module]}"
         else:
             module = _TOP[module]
         tensors[f"{module}.{suffix}"] = (array, kind) if array.ndim > 1 else array

@@ -15,10 +15,11 @@ import sentencepiece
 
 from spell_jax.policy import rope, tokenizer, transformer, weights
 from spell_jax.policy.formats import gguf_convert, gguf_tokenizer
+from spell_jax.policy.formats.gguf_reader import GgufFile
 from spell_jax.policy.model import find_folder
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime.files import paths
-from tests.policy import families, hf_folders
+from tests.policy import families, family_layouts, hf_folders
 from tests.policy.formats import gguf_files
 from tests.policy.formats.gguf_files import Quantization
 
@@ -30,6 +31,25 @@ CASES = {
     "qwen2": ("qwen2", LARGER, Quantization.Q4_1),
     # transformers takes 128 for the head size, whatever the file says.
     "qwen3": ("qwen3", LARGER | {"head_dim": 128}, Quantization.F32),
+    # Files of Mistral say "llama", and have no window.
+    "mistral": ("mistral, no windows", LARGER, Quantization.Q5_0),
+    # A file has neither the pattern of windows nor the scale of scores: transformers and llama.cpp
+    # have six layers and 256 fixed.
+    "gemma3": (
+        "gemma3",
+        LARGER
+        | {
+            "num_hidden_layers": 7,
+            "layer_types": None,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default"},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+        Quantization.Q8_0,
+    ),
 }
 DESCRIPTION = hf_folders.byte_level()
 
@@ -62,7 +82,7 @@ def write(
     all_tensors = gguf_files.model_tensors(model, CASES[case][2]) | tensors
     for part in (all_fields, all_tensors):
         part.pop(drop, None)
-    return gguf_files.write(path, model.config.model_type, all_fields, all_tensors)
+    return gguf_files.write(path, gguf_files.architecture(model.config), all_fields, all_tensors)
 
 
 @pytest.mark.slow
@@ -163,6 +183,71 @@ def test_sentencepiece_ids_equal_the_model(tmp_path: Path) -> None:
         assert our_tokenizer.decode(our_tokenizer.encode(text)) == text
 
 
+GEMMA_TOKENS = (
+    *("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
+    *("\n", "\n\n", "\n\n\n", "  ", "   ", "    ", "<b>"),
+    *(f"<0x{i:02X}>" for i in range(256)),
+    *("▁t", "he", "▁the", "<b", "▁", *"the<b>1"),
+)
+GEMMA_FIELDS = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": list(GEMMA_TOKENS),
+    "tokenizer.ggml.token_type": [3] * 6 + [4] * 7 + [6] * 256 + [1] * 12,
+    # The scores of user-defined tokens are below the scores of all others.
+    "tokenizer.ggml.scores": [-1000.0] * 13 + [0.0] * 256 + [-float(i) for i in range(12)],
+    "tokenizer.ggml.bos_token_id": 2,
+    "tokenizer.ggml.eos_token_id": 1,
+    "tokenizer.ggml.unknown_token_id": 3,
+    "tokenizer.ggml.padding_token_id": 0,
+    "tokenizer.ggml.add_bos_token": True,
+    "tokenizer.ggml.add_space_prefix": False,
+    "tokenizer.chat_template": family_layouts.GEMMA,
+}
+
+
+def test_tokens_of_gemma_equal_transformers(tmp_path: Path) -> None:
+    import transformers
+
+    our_tokenizer = convert_tokenizer(tmp_path, "gemma3", GEMMA_FIELDS)
+    their_tokenizer = transformers.AutoTokenizer.from_pretrained(str(tmp_path), gguf_file="m.gguf")
+    for text in ("the  the", "    the", "\n\n\n1 the\n     1", "é  中", "        1"):
+        ids = our_tokenizer.encode(text)
+        assert ids == their_tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert our_tokenizer.decode(ids) == text
+    assert our_tokenizer.encode("  the") == [9, *our_tokenizer.encode("the")]
+    assert our_tokenizer.start_ids == (2,)
+    assert (our_tokenizer.stop_ids, our_tokenizer.turn_end_id) == ((1, 5), 5)
+    chat = [{"role": "system", "content": "the"}, {"role": "user", "content": "1  1\n"}]
+    assert our_tokenizer.chat(chat) == their_tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=False
+    )
+
+
+def test_fields_of_gemma_are_read(tmp_path: Path) -> None:
+    fields = {
+        "gemma3.rope.scaling.type": "linear",
+        "gemma3.rope.scaling.factor": 8.0,
+        "gemma3.rope.freq_base_swa": 20_000.0,
+        "gemma3.attention.sliding_window_pattern": 3,
+    }
+    config = gguf_convert.convert(write(tmp_path / "m.gguf", "gemma3", fields), tmp_path / "out")
+    assert config.window_layers == (0, 1, 3, 4, 6) and config.window == 10
+    assert config.window_rope == rope.RopeConfig(20_000.0)
+    assert config.rope == rope.RopeConfig(50_000.0, "linear", 8.0)
+
+
+def test_largest_gemma_has_another_scale_of_scores() -> None:
+    """llama.cpp and the authors' config.json scale by the root of D / N = 168 in the 27B."""
+    fields = {
+        "gemma3.attention.sliding_window": 1024,
+    }
+    file = GgufFile(Path("f"), fields, {})
+    sizes = {"hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128}
+    for layers, scalar in ((62, 168), (48, 128)):
+        read = gguf_convert._gemma3_fields(file, sizes | {"num_hidden_layers": layers})
+        assert read["query_pre_attn_scalar"] == scalar
+
+
 def test_llama3_rope_is_recognized_by_its_factors(tmp_path: Path) -> None:
     plain = rope.RopeConfig(theta=50_000.0)
     scaled = rope.RopeConfig(50_000.0, "llama3", factor=32.0, original_positions=8192)
@@ -241,9 +326,12 @@ MISTAKES = {
     "not finite": ({"output_norm.weight": np.full(64, np.nan, np.float32)}, "not finite"),
     "heads": ({"fields": {"qwen2.attention.head_count": "four"}}, "must be an integer"),
     "no heads": ({"fields": {"qwen2.attention.head_count": 0}}, "num_attention_heads = 0"),
-    "layers": ({"fields": {"qwen2.block_count": 2**31}}, "layers.2.input_layernorm"),
+    "layers": ({"fields": {"qwen2.block_count": 2**31}}, "num_hidden_layers = .* at most"),
     "head size": ({"fields": {"qwen2.rope.dimension_count": 8}}, "must be 16"),
-    "experts": ({"fields": {"qwen2.expert_count": 8}}, "must be 0"),
+    "experts": ({"fields": {"qwen2.expert_count": 8}}, "expert_count = '8': is not .* must be 0"),
+    "window": ({"fields": {"qwen2.attention.sliding_window": 8}}, "sliding_window = '8': is not"),
+    "encoder": ({"fields": {"qwen2.attention.causal": False}}, "must be True"),
+    "capped": ({"fields": {"qwen2.final_logit_softcapping": 30.0}}, "= '30.0': is not implemented"),
     "rope": ({"fields": {"qwen2.rope.scaling.type": "longrope"}}, "scaling.factor is missing"),
     "no theta": ({"drop": "qwen2.rope.freq_base"}, "qwen2.rope.freq_base is missing"),
     "scaled scores": (
