@@ -1,4 +1,4 @@
-"""Tests of what is not implemented: each model type and field is refused in one line, or harmless."""
+"""Tests of what is not implemented: each model type and field is refused, or without effect."""
 
 from __future__ import annotations
 

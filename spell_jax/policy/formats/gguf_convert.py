@@ -48,8 +48,8 @@ _SIZES = {
 # Fields of Gemma 3 that newer files have and older files mean: a full layer after five with a
 # window, which have a rope of their own.
 _GEMMA3_PATTERN, _GEMMA3_WINDOW_THETA = 6, 10_000.0
-# llama.cpp, too, knows the largest Gemma 3 by its layers, and scales its scores by the root of D / N
-# instead of H.
+# llama.cpp, too, knows the largest Gemma 3 by its layers, and scales its scores by the root of
+# D / N instead of H.
 _GEMMA3_27B_LAYERS = 62
 # Fields after the architecture's name that change the model's function, and the values without
 # effect.

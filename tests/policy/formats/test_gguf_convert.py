@@ -33,8 +33,8 @@ CASES = {
     "qwen3": ("qwen3", LARGER | {"head_dim": 128}, Quantization.F32),
     # Files of Mistral say "llama", and have no window.
     "mistral": ("mistral, no windows", LARGER, Quantization.Q5_0),
-    # A file has neither the pattern of windows nor the scale of scores: transformers and llama.cpp
-    # have six layers and 256 fixed.
+    # A file has neither the pattern of windows nor the scale of scores: transformers always takes
+    # one full layer of six, and 256.
     "gemma3": (
         "gemma3",
         LARGER
@@ -238,9 +238,7 @@ def test_fields_of_gemma_are_read(tmp_path: Path) -> None:
 
 def test_largest_gemma_has_another_scale_of_scores() -> None:
     """llama.cpp and the authors' config.json scale by the root of D / N = 168 in the 27B."""
-    fields = {
-        "gemma3.attention.sliding_window": 1024,
-    }
+    fields = {"gemma3.attention.sliding_window": 1024}
     file = GgufFile(Path("f"), fields, {})
     sizes = {"hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128}
     for layers, scalar in ((62, 168), (48, 128)):
