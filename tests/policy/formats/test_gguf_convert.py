@@ -78,7 +78,9 @@ def write(
 ) -> Path:
     """Write the file of a case with changed fields and tensors, and without the part `drop`."""
     model = make(case)
-    all_fields = gguf_files.model_fields(model.config) | TOKENIZER | (fields or {})
+    changes = fields or {}
+    words = {} if "tokenizer.ggml.tokens" in changes else TOKENIZER  # not parts of two tokenizers
+    all_fields = gguf_files.model_fields(model.config) | words | changes
     all_tensors = gguf_files.model_tensors(model, CASES[case][2]) | tensors
     for part in (all_fields, all_tensors):
         part.pop(drop, None)
