@@ -356,10 +356,7 @@ def _plan(checked: Checked, run: RunConfig) -> plan.MemoryPlan:
 # Part of memory (plan.PARTS) -> field whose change makes it smaller, and the change. Used for the
 # largest part of the program that takes the most memory.
 _SMALLER = {
-    "weights": (
-        "mesh.fsdp",
-        "more, or mesh.context or mesh.tensor, or policy.base_dtype 'int8' with policy.lora_rank",
-    ),
+    "weights": ("mesh.fsdp", "more, or mesh.context or mesh.tensor, or policy.base_dtype 'int8'"),
     "masters": ("mesh.fsdp", "more, or mesh.context, or policy.lora_rank above 0"),
     "optimizer": ("optimizer.offload", "True"),
     "gradients": ("mesh.fsdp", "more, or mesh.context, or policy.lora_rank above 0"),

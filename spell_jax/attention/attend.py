@@ -99,8 +99,8 @@ def attend(
     if mesh is None:
         return kernels.attend(kernel, q, k, v, *of_tokens)
     if mesh.shape[meshes.CONTEXT] > 1:
-        whole = context.ring if ring else context.gathered
-        kernel = (whole if window is None else context.rounds)(kernel)
+        extend = context.ring if ring else context.gathered
+        kernel = (extend if window is None else context.rounds)(kernel)
     # Heads that the axis does not divide stay whole on every device of the axis: the same result,
     # computed several times.
     heads, kv_heads, split = q.shape[2], k.shape[2], mesh.shape[meshes.TENSOR]

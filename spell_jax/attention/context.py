@@ -158,13 +158,13 @@ class _Traveling(NamedTuple):
         of_queries = [x.reshape(len(x), -1, 1) for x in (q_index, *positions)]
         of_keys = [_split(x, block) for x in padded.of_keys]
         live, _ = jax.vmap(masks.live_and_full_blocks)(of_queries, of_keys)
-        needed = jnp.any(live, axis=1)
-        order = jnp.argsort(~needed, axis=1, stable=True).astype(jnp.int32)
-        most = jnp.max(jnp.sum(needed, axis=1, dtype=jnp.int32))
+        is_seen = jnp.any(live, axis=1)
+        order = jnp.argsort(~is_seen, axis=1, stable=True).astype(jnp.int32)
+        most_blocks = jnp.max(jnp.sum(is_seen, axis=1, dtype=jnp.int32))
         # The devices of all axes run the same number of rounds: a collective of some platforms
         # waits for every device of the program.
-        most = jax.lax.pmax(most, jax.sharding.get_abstract_mesh().axis_names)
-        return cls(keys, order, -(-most // (order.shape[1] // parts)))
+        most_blocks = jax.lax.pmax(most_blocks, jax.sharding.get_abstract_mesh().axis_names)
+        return cls(keys, order, -(-most_blocks // (order.shape[1] // parts)))
 
     def gather(self, n: jax.Array, inputs: Inputs) -> Inputs:
         """Return Inputs with the keys of round n from all devices."""

@@ -38,10 +38,10 @@ def sees(of_queries: Sequence[Array], of_keys: Sequence[Array]) -> Array:
       of_keys: row indices, last_query, and in layers with a window last_position.
     """
     key, *limits = of_keys
-    seen = key <= of_queries[0]
+    is_seen = key <= of_queries[0]
     for number, limit in zip(of_queries, limits, strict=True):
-        seen &= number <= limit
-    return seen
+        is_seen &= number <= limit
+    return is_seen
 
 
 def visible(

@@ -317,8 +317,8 @@ def _scores(q, k, of_queries, of_keys, masked: bool) -> jax.Array:
     scores = common.dot(k[...], q[...]) * k.shape[1] ** -0.5
     if not masked:
         return scores
-    seen = masks.sees([x[...] for x in of_queries], [x[...].reshape(-1, 1) for x in of_keys])
-    return jnp.where(seen, scores, MASKED)
+    is_seen = masks.sees([x[...] for x in of_queries], [x[...].reshape(-1, 1) for x in of_keys])
+    return jnp.where(is_seen, scores, MASKED)
 
 
 def _when_live(word, step: Callable[[bool], None]) -> None:

@@ -292,8 +292,8 @@ def _run_dealt(name: str, ring: bool = False):
     index, last_query = jnp.asarray(np.stack(orders)), _dealt(LAST_QUERY, orders)
     back = [np.argsort(o)[:TIME] for o in orders]
 
-    def run(q, k, v, *rest):
-        window = (_dealt(POSITIONS, orders), rest[3]) if len(rest) > 3 else ()
+    def run(q, k, v, *numbers):
+        window = (_dealt(POSITIONS, orders), numbers[3]) if len(numbers) > 3 else ()
         dealt = (_dealt(x, orders) for x in (q, k, v))
         out = attend.attend(*dealt, last_query, index, name, ring, *window)
         return jnp.stack([row[b] for row, b in zip(out, back, strict=True)])
@@ -342,8 +342,8 @@ def _rounds(time: int, devices: int, answers: list[int], window: int) -> int:
         return traveling.rounds[None]
 
     with jax.set_mesh(meshes.make_mesh({"context": devices, "fsdp": -1})):
-        by_time, whole = PartitionSpec(None, "context"), PartitionSpec("context")
-        run = jax.shard_map(count, in_specs=by_time, out_specs=whole, check_vma=False)
+        by_time, by_device = PartitionSpec(None, "context"), PartitionSpec("context")
+        run = jax.shard_map(count, in_specs=by_time, out_specs=by_device, check_vma=False)
         counts = jax.jit(run)(one_key, *(jnp.asarray(x[None]) for x in numbers))
     assert len(set(np.asarray(counts).tolist())) == 1
     return int(counts[0])
@@ -351,7 +351,7 @@ def _rounds(time: int, devices: int, answers: list[int], window: int) -> int:
 
 @pytest.mark.slow
 def test_keys_travel_only_as_far_as_windows_reach() -> None:
-    """Of 8 devices with 512 tokens each, a round takes 64 keys from each device."""
+    """A round takes 64 keys from each of 8 devices with 512 tokens."""
     assert _rounds(4096, 8, [], 1) == 0
     # The end of the early and of the late chunk.
     assert _rounds(4096, 8, [], 32) == 2
@@ -409,8 +409,8 @@ def test_collectives_of_windows_on_a_context_mesh(ring: bool) -> None:
     Devices agree on the rounds (all_reduce). Rounds gather k, v and three numbers of each key.
     """
     forward = {"all_gather": 2 + 5, "all_reduce": 1}
-    both = {"all_gather": 2 * 7, "all_reduce": 2, "all_to_all": 2}
-    assert _collectives(ring, windows=True) == [forward, both]
+    with_backward = {"all_gather": 2 * 7, "all_reduce": 2, "all_to_all": 2}
+    assert _collectives(ring, windows=True) == [forward, with_backward]
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ def other_values(name: str, value: Any) -> list[Any]:
             return _OTHER_ROPES
         return [value | {kind: rope} for kind in _BY_TYPE for rope in _OTHER_ROPES]
     if name in _OTHER_LISTS:
-        return [other for other in _OTHER_LISTS[name] if other != value]
+        return [numbers for numbers in _OTHER_LISTS[name] if numbers != value]
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):

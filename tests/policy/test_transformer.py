@@ -83,7 +83,7 @@ def test_packed_answers_score_as_if_each_were_alone(policy: PolicyConfig, kernel
 
 
 def test_only_layers_with_a_window_forget_early_tokens() -> None:
-    """Of 2 layers with a window of 4, a token sees 2 * 3 tokens back; a full layer sees all."""
+    """Two layers with a window of 4 reach 2 * 3 tokens back; a full layer sees all."""
     changed_tokens = TOKENS.copy()
     changed_tokens[:, 2] = (changed_tokens[:, 2] + 1) % 64
     for layers, first_equal in (((0, 1), 9), ((0,), 20), ((1,), 20)):

@@ -151,13 +151,13 @@ def test_only_adapters_are_trained_saved_and_exported(policy, adapted, tmp_path)
 def test_run_over_an_int8_base_resumes_to_the_same_bits_and_is_exported(policy, tmp_path) -> None:
     """A resumed run quantizes the base again; its reference is the base."""
     fields = SHORT | LORA | {"policy.base_dtype": "int8", "loss.kl_weight": 0.1}
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    run_to_end(noise.small_config(policy, **fields), whole)
+    uncut, resumed = tmp_path / "uncut", tmp_path / "resumed"
+    run_to_end(noise.small_config(policy, **fields), uncut)
     run_to_end(noise.small_config(policy, **fields | {"steps": 1}), resumed)
     run_to_end(noise.small_config(policy, **fields), resumed)
-    merged = load(whole / "policy")
+    merged = load(uncut / "policy")
     assert_same(load(resumed / "policy"), merged)
-    export(whole, tmp_path / "merged", dtype="float32")
+    export(uncut, tmp_path / "merged", dtype="float32")
     assert_same(load(tmp_path / "merged"), merged)
     base = int8.quantize_base(load(policy))
     adapted = LoraConfig(2, base_dtype="int8")
