@@ -30,9 +30,8 @@ def _written(batches: list[MicroBatch]) -> Counter:
     """
     token_counts: Counter = Counter()
     for batch in batches:
-        is_visible = np.asarray(
-            visible(*map(jnp.asarray, (batch.index, batch.index, batch.last_query)))
-        )
+        index, last_query = jnp.asarray(batch.index), jnp.asarray(batch.last_query)
+        is_visible = np.asarray(visible([index], [index, last_query]))
         for row, slot in np.argwhere(batch.weight):
             source = batch.source[row, slot]
             context = np.flatnonzero(is_visible[row, source])
