@@ -145,17 +145,11 @@ def test_gradients_equal_torch_autograd(family: str, load_family, tmp_path) -> N
 @pytest.mark.parametrize("family", ["olmo2", "gemma3"])
 def test_int8_weights_are_the_rounded_kernels(family: str, load_family) -> None:
     _, config, params = load_family(family)
-    quantized = int8.quantize_kernels(int8.kernels(params))
+    kernels = int8.kernels(params)
+    quantized = int8.quantize(kernels)
     rounded = {
-        module: {
-            name: kernels[name].astype(np.float32)
-            * np.expand_dims(
-                kernels[name.replace("_kernel", "_scale")], (1, 2) if name[0] == "o" else (1,)
-            )
-            for name in kernels
-            if name.endswith("_kernel")
-        }
-        for module, kernels in quantized.items()
+        path: int8.dequantize(path, quantized[path], quantized[int8.scale_path(path)])
+        for path in kernels
     }
     logits = our_logits(config, int8.with_int8(params, quantized), TOKENS)
     expected_logits = our_logits(config, int8.with_int8(params, rounded), TOKENS)
