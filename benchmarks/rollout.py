@@ -35,8 +35,8 @@ from spell_jax.policy import weights
 from spell_jax.sampler.answers import SlotTokens
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import request_keys
-from spell_jax.sampler.scheduler import DecodeSequence, Lane, Shard, ShardShape
 from spell_jax.sampler.session import Session
+from spell_jax.sampler.shard import DecodeSequence, Lane, Shard, ShardShape
 
 
 @dataclasses.dataclass

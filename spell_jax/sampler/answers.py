@@ -11,7 +11,7 @@ import numpy as np
 from spell_jax.data.samples import Sample
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.sampler.sampled import JoinedResult
-from spell_jax.sampler.scheduler import AdmittedPrompt, Tasks
+from spell_jax.sampler.shard import AdmittedPrompt, Tasks
 
 
 class SlotTokens:

@@ -23,7 +23,8 @@ from spell_jax.sampler import programs, sampling
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.programs import State
 from spell_jax.sampler.sampled import JoinedResult, join
-from spell_jax.sampler.scheduler import AdmittedPrompt, DecodeSequence, Scheduler, Tasks
+from spell_jax.sampler.scheduler import Scheduler
+from spell_jax.sampler.shard import AdmittedPrompt, DecodeSequence, Tasks
 
 Limits = list[dict[DecodeSequence, int]]  # for each shard the result of Shard.allocate_pages
 

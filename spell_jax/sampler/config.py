@@ -12,7 +12,7 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.sampler.page_groups import Kind
 from spell_jax.sampler.requests import Options
-from spell_jax.sampler.scheduler import ShardShape
+from spell_jax.sampler.shard import ShardShape
 
 _SIZES = (  # fields that must be at least 1
     *("max_tokens", "max_prompt", "page_size", "kv_cache_tokens", "slots"),

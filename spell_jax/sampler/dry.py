@@ -20,8 +20,9 @@ from spell_jax.data.samples import Sample
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.counts import Counts
 from spell_jax.sampler.requests import SampleRequest
-from spell_jax.sampler.scheduler import AdmittedPrompt, DecodeSequence, Scheduler, ShardShape, Tasks
+from spell_jax.sampler.scheduler import Scheduler
 from spell_jax.sampler.session import NO_LIMIT, most_idle_passes
+from spell_jax.sampler.shard import AdmittedPrompt, DecodeSequence, ShardShape, Tasks
 
 
 @dataclasses.dataclass

@@ -29,7 +29,8 @@ from spell_jax.sampler.counts import Counts
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options, SampleRequest
 from spell_jax.sampler.sampled import JoinedResult
-from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, ShardShape, Tasks
+from spell_jax.sampler.scheduler import Scheduler
+from spell_jax.sampler.shard import DecodeSequence, ShardShape, Tasks
 
 log = logging.getLogger(__name__)
 

@@ -10,14 +10,8 @@ from spell_jax.policy.config import UNLIMITED
 from spell_jax.sampler.page_groups import Kind
 from spell_jax.sampler.page_pool import block_digests
 from spell_jax.sampler.requests import Options, SampleRequest
-from spell_jax.sampler.scheduler import (
-    AdmittedPrompt,
-    DecodeSequence,
-    Lane,
-    Scheduler,
-    Shard,
-    ShardShape,
-)
+from spell_jax.sampler.scheduler import Scheduler
+from spell_jax.sampler.shard import AdmittedPrompt, DecodeSequence, Lane, Shard, ShardShape
 
 SHAPE = ShardShape(page_size=4, pages=20, slots=6, prompts=8, lanes=((1, 6), (3, 3)), tasks=4)
 # A group without a window and two with a window of six tokens; all groups with a window.
