@@ -118,7 +118,7 @@ class Learner:
         return lora.join(self.fns.cast(params), self.frozen)
 
     def export(self, params: transformer.Params) -> tuple[PolicyConfig, transformer.Params]:
-        """Return (architecture, weights), of which weights.save makes a policy's folder."""
+        """Return the architecture and the weights that weights.save writes to a policy's folder."""
         return self.policy, lora.join(params, self.frozen)
 
     # -------------------------------------------------------------------------------- Micro-batches

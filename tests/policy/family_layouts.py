@@ -238,14 +238,7 @@ def gemma() -> dict[str, Any]:
             "type": "Sequence",
             "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}],
         },
-        "model": {
-            "type": "BPE",
-            "unk_token": "<unk>",
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "vocab": {piece: i for i, piece in enumerate(dict.fromkeys(pieces))},
-            "merges": [list(pair) for pair in merges],
-        },
+        "model": hf_folders.fallback_bpe(pieces, [list(pair) for pair in merges]),
     }
 
 

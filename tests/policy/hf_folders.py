@@ -61,6 +61,18 @@ def byte_level(markers=MARKERS, words=WORDS, merges=(("a", "b"), ("Ċ", "Ċ"), (
     }
 
 
+def fallback_bpe(pieces: list[str], merges: list[list[str]]) -> dict:
+    """Return the model of a BPE tokenizer.json that spells unknown characters in bytes."""
+    return {
+        "type": "BPE",
+        "unk_token": "<unk>",
+        "fuse_unk": True,
+        "byte_fallback": True,
+        "vocab": {piece: i for i, piece in enumerate(dict.fromkeys(pieces))},
+        "merges": merges,
+    }
+
+
 def byte_fallback(scheme: str = "first") -> dict:
     """Return a BPE of characters with byte fallback, like the BPEs of Llama 2 and Mistral."""
     tokens = ["<unk>", "<s>", "</s>"]
@@ -82,14 +94,7 @@ def byte_fallback(scheme: str = "first") -> dict:
             "type": "Sequence",
             "decoders": [space, {"type": "ByteFallback"}, {"type": "Fuse"}, strip],
         },
-        "model": {
-            "type": "BPE",
-            "unk_token": "<unk>",
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "vocab": {piece: i for i, piece in enumerate(dict.fromkeys(pieces))},
-            "merges": [["▁", "a"], ["a", "b"]],
-        },
+        "model": fallback_bpe(pieces, [["▁", "a"], ["a", "b"]]),
     }
 
 
