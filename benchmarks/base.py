@@ -57,6 +57,7 @@ class PolicyBenchmark(BenchmarkCommand):
     layers: Annotated[int, "layers L; 0: 3, or as many as the config.json has"] = 0
     width: Annotated[int, "model width D"] = 512
     vocab: Annotated[int, "vocabulary V"] = 8192
+    window: Annotated[int, "tokens that a query sees in every layer; 0: as the policy says"] = 0
     dtype: Annotated[str, "dtype of weights and activations"] = "float32"
     group: Annotated[int, "answers to a prompt G"] = 8
 
@@ -73,7 +74,11 @@ class PolicyBenchmark(BenchmarkCommand):
                 head_size=64,
                 feed_forward=3 * self.width,
             )
-        self.model = model.with_layers(self.layers or model.layers)
+        model = model.with_layers(self.layers or model.layers)
+        if self.window:
+            windows = {"window": self.window, "window_layers": tuple(range(model.layers))}
+            model = dataclasses.replace(model, **windows)
+        self.model = model
         # The options become the sizes that are measured, because the line repeats the options.
         self.layers, self.width = self.model.layers, self.model.width
         self.vocab = self.model.vocab_size

@@ -136,10 +136,13 @@ def operations(policy: PolicyConfig, tokens: int, answer_tokens: int, pairs: flo
 
 
 def batch_operations(policy: PolicyConfig, batch: MicroBatch) -> float:
-    """Count a micro-batch's operations: queries up to last_query read the key at `index`."""
-    # The mask says of each key which query reads it last, so a row's pairs are a sum over keys.
+    """Count a micro-batch's operations; the pairs of attention are a mean over the layers."""
     is_token = batch.last_query >= 0
-    pairs = float(np.sum((batch.last_query - batch.index + 0.5) * is_token))
+    # A query sees itself and all tokens before it in its own text, or those in the layer's window.
+    visible = batch.positions[is_token] + 1
+    windows, layers = np.unique(policy.layer_windows, return_counts=True)
+    pairs_of_windows = [np.sum(np.minimum(visible, window) - 0.5) for window in windows]
+    pairs = float(np.average(pairs_of_windows, weights=layers))
     answers = int(np.sum(batch.answer >= 0))
     return operations(policy, int(np.sum(is_token)), answers, pairs)
 

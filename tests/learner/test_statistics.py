@@ -71,6 +71,17 @@ def test_operations_of_a_tree_count_shared_tokens_once() -> None:
     )
 
 
+def test_operations_of_attention_end_at_the_window_of_a_layer() -> None:
+    """A prompt of 5 tokens with 3 answers of 2, and a window of 3 tokens in one of 3 layers."""
+    policy = PolicyConfig(10, 4, 3, 2, 1, 8, 6)
+    windows = dataclasses.replace(policy, window=3, window_layers=(1,))
+    of_prompt, of_answer = 1 + 2 + 3 + 3 + 3, 3 + 3
+    pairs_of_window = of_prompt + 3 * of_answer - 11 / 2
+    pairs = 5 * 5 / 2 + 6 * 5 + 3 * 2 * 2 / 2
+    saved = group_operations(policy, 5, [2] * 3) - group_operations(windows, 5, [2] * 3)
+    assert saved == pytest.approx(12 * 2 * 8 * (pairs - pairs_of_window))
+
+
 def test_operations_equal_the_sum_over_single_tokens():
     """Add the cost of single tokens: products with weights, and attention to earlier keys."""
     policy, prompt, answers = tiny.POLICY, 5, [2, 4]
