@@ -22,7 +22,6 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from launch import aot
-from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import sampling
 
@@ -142,6 +141,12 @@ class ProgramCounts:
         self.itemsize = programs.learner.compute_dtype.itemsize
         self.splash, self.dimensions = splash, dimensions
         self.programs = programs
+        # int8 weights, of the base or of a copy for sampling, are one byte beside their scales.
+        self.weight_bytes = _mean_bytes(programs.rollout_params)
+        self.sampled_bytes = _mean_bytes(programs.sampler.abstract_params(programs.rollout_params))
+        cache = programs.sampler.config.cache_dtype
+        scaled = 1 + 4 / self.policy.head_size  # a float32 scale for each token and head
+        self.cached_bytes = scaled if cache == "int8" else self.itemsize
         self._products: dict[str, Products] = {}
 
     def products(self, name: str) -> Products:
@@ -180,17 +185,22 @@ class ProgramCounts:
         return 3 * self.policy.width * self.policy.feed_forward
 
     @property
-    def weights(self) -> int:
-        """All weights."""
-        shapes, _ = transformer.abstract_params(self.policy)
-        return sum(leaf.size for leaf in jax.tree.leaves(shapes))
-
-    @property
     def _held(self) -> float:
         """Part of the weights of a layer that a chip multiplies with: a tensor and expert shard."""
         c, experts = self.policy, self.mesh.shape[meshes.EXPERT]
         mlp = self.mlp_weights * (c.experts or 1) / (experts if c.experts else 1)
         return c.layers * (self.attention_weights + mlp) / self.mesh.shape[meshes.TENSOR]
+
+    def _received_keys(self, tokens: float) -> float:
+        """Count the bytes of keys and values that a chip receives in rows of `tokens` tokens."""
+        c, context = self.policy, self.mesh.shape[meshes.CONTEXT]
+        if context == 1:
+            return 0.0
+        # Of a layer with a window, only the ends of the chunks travel: two chunks on each chip.
+        row = self.programs.bucket.length
+        shares = [min(1.0, 2 * context * window / row) for window in c.layer_windows]
+        keys = 2 * c.kv_heads * c.head_size * sum(shares) / self.mesh.shape[meshes.TENSOR]
+        return self._received(tokens * keys, context)
 
     def _received(self, numbers: float, chips: int, itemsize: float | None = None) -> float:
         """Count bytes a chip receives in an all-gather or reduce-scatter of `numbers` numbers."""
@@ -219,12 +229,12 @@ class ProgramCounts:
         """
         c, shape, n = self.policy, self.mesh.shape, self.width_shards
         chip_tokens = call_tokens / self.chips
-        cached = 2 * c.kv_heads * c.head_size * c.layers * self.itemsize
-        gathered = self._held * self.itemsize
+        cached = 2 * c.kv_heads * c.head_size * c.layers * self.cached_bytes
+        gathered = self._held * self.sampled_bytes
         memory = gathered * (2 if n > 1 else 1)  # written by the gather, read by the products
         memory += chip_tokens * self._activations * self.itemsize
         memory += (keys / self.chips + chip_tokens) * cached
-        link = self._received(self._held, n) + self._exchanged(chip_tokens)
+        link = self._received(self._held, n, self.sampled_bytes) + self._exchanged(chip_tokens)
         if (context := shape[meshes.CONTEXT]) > 1:  # queries are gathered, float32 sums scattered
             heads = c.layers * c.heads * c.head_size / shape[meshes.TENSOR]
             link += self._received(chip_tokens * context * heads, context)
@@ -261,7 +271,7 @@ class ProgramCounts:
         if c.experts:
             read *= c.experts * (1 - (1 - c.experts_per_token / c.experts) ** rows)
         products = sum(self.products("decode")) * slots / self.chips
-        memory = (attention + head + read / expert) * self.itemsize / (n * tensor)
+        memory = (attention + head + read / expert) * self.sampled_bytes / (n * tensor)
         memory += slots / self.chips * c.vocab_size * 4 * _LOGIT_PASSES
         link, hops, group = 0.0, 0.0, n * tensor * expert
         if group > 1:
@@ -281,7 +291,7 @@ class ProgramCounts:
     def decode_keys(self, pairs: float, keys: float) -> Work:
         """Count the attention of decode passes, from (token, key) pairs and keys read."""
         c = self.policy
-        memory = keys * 2 * c.kv_heads * c.head_size * c.layers * self.itemsize / self.chips
+        memory = keys * 2 * c.kv_heads * c.head_size * c.layers * self.cached_bytes / self.chips
         return Work(attention=self._pairs(pairs, FORWARD_PRODUCTS), memory=memory)
 
     def forward(self, tokens: int, answers: int, pairs: float) -> Work:
@@ -301,12 +311,10 @@ class ProgramCounts:
         """Count the bytes of a forward pass, without operations."""
         c, chip_tokens = self.policy, tokens / self.chips
         gathered = self._held + c.vocab_size * c.width / self.mesh.shape[meshes.TENSOR]
-        n, link = self.width_shards, 0.0
-        if (context := self.mesh.shape[meshes.CONTEXT]) > 1:
-            keys = 2 * c.kv_heads * c.head_size * c.layers / self.mesh.shape[meshes.TENSOR]
-            link = self._received(chip_tokens * context * keys, context)
-        link += self._received(gathered, n) + self._exchanged(chip_tokens)
-        memory = gathered * self.itemsize * (2 if n > 1 else 1)
+        n, row_tokens = self.width_shards, chip_tokens * self.mesh.shape[meshes.CONTEXT]
+        link = self._received_keys(row_tokens) + self._exchanged(chip_tokens)
+        link += self._received(gathered, n, self.weight_bytes)
+        memory = gathered * self.weight_bytes * (2 if n > 1 else 1)
         memory += (
             chip_tokens * self._activations * self.itemsize
             + answers / self.chips * c.vocab_size * 8
@@ -344,9 +352,16 @@ class ProgramCounts:
         return Work(memory=self._share(4 * (2 + 2 + 4)))
 
     def cast(self) -> Work:
-        """Count the bytes of casting float32 weights to the compute dtype."""
+        """Count the bytes of casting the trained float32 weights to the compute dtype."""
         return Work(memory=self._share(4 + self.itemsize))
 
     def _share(self, numbers: float) -> float:
-        """Count bytes on one of the chips that split the weights, at `numbers` bytes a weight."""
-        return numbers * self.weights * self.mesh.shape["data"] / self.chips
+        """Count bytes on one of the chips that split the trained weights, `numbers` a weight."""
+        weights = sum(leaf.size for leaf in jax.tree.leaves(self.programs.trained))
+        return numbers * weights * self.mesh.shape["data"] / self.chips
+
+
+def _mean_bytes(params: Any) -> float:
+    """Return the mean bytes of a parameter."""
+    leaves = jax.tree.leaves(params)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / sum(x.size for x in leaves)

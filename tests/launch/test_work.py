@@ -12,7 +12,7 @@ import pytest
 
 from launch import aot
 from launch.work import ProgramCounts, Work
-from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from tests.launch.test_aot import small_config
 
@@ -136,3 +136,30 @@ def test_work_of_a_chip_falls_with_chips() -> None:
         assert work.attention == pytest.approx(previous_work.attention / 2)
         assert work.memory < previous_work.memory and work.link > previous_work.link
     assert works[0].link == works[0].hops == 0
+
+
+def test_int8_weights_are_one_byte_of_traffic_and_only_adapters_are_optimized() -> None:
+    wide = dataclasses.replace(DENSE, width=512, feed_forward=2048, vocab_size=64)
+    lora = dataclasses.replace(wide, lora=LoraConfig(4))
+    int8_base = dataclasses.replace(wide, lora=LoraConfig(4, base_dtype="int8"))
+    counts, int8_counts = _counts(lora), _counts(int8_base)
+    float_bytes, int8_bytes = (c.decode_pass(1).memory for c in (counts, int8_counts))
+    assert int8_bytes == pytest.approx(float_bytes / counts.itemsize, rel=0.1)
+    float_bytes, int8_bytes = (c.forward(1, 0, 0).memory for c in (counts, int8_counts))
+    assert int8_bytes == pytest.approx(float_bytes / counts.itemsize, rel=0.1)
+    assert counts.apply().memory < _counts(wide).apply().memory / 20
+    cached = _counts(wide, **{"sampler.cache_dtype": "int8"}).decode_keys(0, 1).memory
+    assert cached == counts.decode_keys(0, 1).memory / counts.itemsize * (1 + 4 / wide.head_size)
+
+
+def test_keys_in_a_window_travel_from_the_ends_of_chunks_alone() -> None:
+    mesh = meshes.make_mesh({"context": 4}, jax.devices()[:4])
+    windows = dataclasses.replace(DENSE, window=64, window_layers=(0,))
+    full_counts, window_counts = (
+        ProgramCounts(aot.RunPrograms(small_config(**SIZES), policy, mesh, 1984))
+        for policy in (DENSE, windows)
+    )
+    row = full_counts.programs.bucket.length
+    keys = 2 * DENSE.kv_heads * DENSE.head_size * full_counts.itemsize
+    full_link, window_link = (c.forward(row, 0, 0).link for c in (full_counts, window_counts))
+    assert full_link - window_link == pytest.approx(keys * (row - 8 * 64) * 3 / 4)
