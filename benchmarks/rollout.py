@@ -52,7 +52,8 @@ class SampleSpeed(SamplerBenchmark):
     "..._ratio" and "..._decode_ratio" are the tokens/s of "shared" over another way's tokens/s.
     "repeated_work_ratio" is what the ratio would be if prefill took time in proportion to its
     operations, and decoding to the bytes that it reads (weights, and keys of prompts and answers).
-    "..._kv_bytes" is the size of the KV cache pages of prompts and answers.
+    "..._kv_bytes" is the size of a pool that holds all pages of prompts and answers; layers with a
+    window give pages back before the end.
     """
 
     questions: Annotated[int, "prompts Q, a multiple of K"] = 1
@@ -116,11 +117,12 @@ class SampleSpeed(SamplerBenchmark):
         answers, last = self.questions * self.group, self.question if trees else self.prompt
         prompt_count = self.questions if trees else answers
         first = self.prompt - last
-        pairs = trees * first * (first + 1) / 2
-        pairs += prompt_count * last * (first + self.prompt + 1) / 2
+        mean_pairs = self.model.mean_pairs
+        pairs = trees * mean_pairs(0, first) + prompt_count * mean_pairs(first, last)
         prefill = counts.prefill(trees * first + prompt_count * last, pairs, 0)
         # A pass reads the keys of each prompt once for all its answers, and half an answer's.
-        keys = (prompt_count * self.prompt + answers * self.response / 2) * (self.response - 1)
+        prompt_keys = prompt_count * mean_pairs(self.prompt - 1, 1)
+        keys = (prompt_keys + answers * self.response / 2) * (self.response - 1)
         passes = counts.decode_pass(answers).times(self.response - 1)
         read = passes.memory + counts.decode_keys(0, keys).memory
         return prefill.products + prefill.attention, read

@@ -72,6 +72,19 @@ def test_update_benchmark_measures_trees() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
+def test_update_benchmark_with_a_window_counts_the_pairs_in_it() -> None:
+    full_line, window_line = (run([*UPDATE, f"--window={window}"]) for window in (0, 8))
+    operations = [line["model_flops_per_s"] * line["shared_s"] for line in (full_line, window_line)]
+    # Prompt tokens 0 to 23 and three times answer tokens 24 to 27; 12 operations for each number
+    # of the one head of 64.
+    full = sum(p + 0.5 for p in range(24)) + 3 * sum(p + 0.5 for p in range(24, 28))
+    window = sum(min(p + 1, 8) - 0.5 for p in range(24)) + 12 * 7.5
+    assert operations[0] - operations[1] == pytest.approx(2 * 12 * 64 * (full - window))
+    assert window_line["gradient_norm_difference"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 def test_update_benchmark_of_a_config_json_with_lora(tmp_path) -> None:
     policy = PolicyConfig(96, 32, 2, 2, 1, 16, 48, qkv_bias=True)
     (tmp_path / "config.json").write_text(json.dumps(policy.to_hf()))
