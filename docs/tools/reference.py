@@ -96,7 +96,7 @@ def commands_page() -> str:
             continue
         parts.append(f"## {command.module}\n\n```text\n{command.text}\n```")
         if command.flags:
-            rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
+            rows = ["| flag | default | meaning |", "|---|---|---|"]
             for flag in command.flags:
                 default = f"`{_cell(_default(flag))}`" if flag.default else ""
                 rows.append(f"| `--{flag.name}` | {default} | {_cell(flag.help)} |")

@@ -211,7 +211,7 @@ class PolicyConfig:
         if self.window_rope is not None and not self.window:
             raise ValueError("policy.window_rope: must be None without policy.window_layers")
 
-    @property
+    @functools.cached_property
     def layer_windows(self) -> tuple[int, ...]:
         """Tokens that a query of each layer sees, itself included; UNLIMITED without a window."""
         return tuple(
