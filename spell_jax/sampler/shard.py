@@ -70,7 +70,8 @@ class ShardShape:
 
     def carried(self, kind: Kind, tokens: int) -> int:
         """Return the most pages in a group that a prompt's next token sees, of `tokens` tokens."""
-        return min(self.pages_of(tokens), self._spanned(kind.window - 1))
+        # A window of one token still holds the page in which the prompt ends.
+        return min(self.pages_of(tokens), self._spanned(max(1, kind.window - 1)))
 
     def answer_pages(self, max_tokens: int) -> int:
         """Return the most pages that an answer must hold at once to be continued to its end."""
@@ -445,6 +446,8 @@ class Shard:
         for n, number in promised:
             bundle = self._take(admitted, n, number)
             self._promised[n, admitted.digests[number]] = bundle
+        # In prompt order, in which blocks are released.
+        admitted.bundles = [dict(sorted(held.items())) for held in admitted.bundles]
 
     def _take(self, admitted: AdmittedPrompt, n: int, number: int) -> Bundle:
         """Take a bundle for a prompt's block, or hold the bundle promised to a later prompt."""

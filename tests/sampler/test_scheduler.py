@@ -552,6 +552,26 @@ def test_prefix_of_a_prompt_in_prefill_is_shared(kinds) -> None:
     assert _used(shard) == 0
 
 
+def test_shared_pages_are_released_in_prompt_order() -> None:
+    """The third prompt sees block 3, which the second will read, and block 4, still in the pool."""
+    scheduler = _scheduler(_request(40), pages=40, tasks=2, kinds=(Kind(6, 1),))
+    (shard,) = scheduler.shards
+    _fill(scheduler)
+    _finish(shard, 0)
+    free = len(shard.pool._free)
+    shard.pool.release([shard.pool.take(free + 3)])  # evicts three blocks, among them block 3
+    assert [shard.pool.find((0, d)) is None for d in _digests(range(20))] == [1, 1, 0, 1, 0]
+    scheduler.submit(1, _request([*range(16), 50]))
+    scheduler.submit(2, _request([*range(20), 60, 61]))
+    _fill(scheduler)
+    assert shard.reused_tokens == 20
+    # Token 22 sees tokens from 17 on, in blocks 4 and 5.
+    assert np.flatnonzero(_sibling(shard, 2).admitted.table[0]).tolist() == [4, 5]
+    _finish(shard, 1)
+    _finish(shard, 2)
+    assert _used(shard) == 0
+
+
 # -------------------------------------------------------------------------------------- Simulation
 
 
@@ -807,6 +827,15 @@ def test_all_requests_finish_with_any_window(window: int, tasks: int) -> None:
     for kinds in ((Kind(window, 1),), (Kind(UNLIMITED, 1), Kind(window, 1), Kind(window + 3, 1))):
         shape = dataclasses.replace(SHAPE, pages=40, tasks=tasks, kinds=kinds)
         _simulate(shape, 1, seed=7, steps=3, count=12)
+
+
+@pytest.mark.parametrize(("window", "pages"), [(1, 18), (3, 22), (7, 26)])
+def test_all_requests_finish_with_pages_for_one_request(window: int, pages: int) -> None:
+    """Each page that a prompt keeps for its answers is reserved, also the page in which it ends."""
+    for kinds, size in (((Kind(window, 2),), pages), ((Kind(UNLIMITED, 1), Kind(window, 2)), 34)):
+        shape = dataclasses.replace(SHAPE, pages=size, tasks=2, kinds=kinds)
+        for seed in range(3):
+            _simulate(shape, 1, seed, steps=3, count=20)
 
 
 def test_equal_requests_and_samples_give_equal_plans() -> None:
