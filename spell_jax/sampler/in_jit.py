@@ -85,7 +85,7 @@ def sample(
     prompt_page = first_page + prompt[:, None]
     slot_page = first_page + R // shards + slot[:, None]
     _, kv_heads = kv_cache.head_split(mesh, policy.heads, policy.kv_heads)
-    dtype = jax.tree.leaves(params)[0].dtype
+    dtype = params["final_norm"]["scale"].dtype  # other weights may be int8
     pool = groups.size, shards + (R + N) * groups.count, kv_heads, P, policy.head_size, dtype
     empty = jnp.zeros((R, D), dtype), (jnp.zeros((N, D), dtype),)
     state = programs.State(pages.empty_pages(*pool), *empty, ())

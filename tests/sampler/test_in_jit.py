@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from spell_jax.policy import transformer
+from spell_jax.policy.config import LoraConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import in_jit
 from spell_jax.sampler.config import SamplerConfig
@@ -64,6 +66,26 @@ def test_greedy_replies_equal_the_samplers():
             np.testing.assert_array_equal(replies.tokens[n, :length], group[0].tokens)
             np.testing.assert_allclose(replies.logprobs[n, :length], logprobs, atol=1e-5)
             assert replies.stopped[n] == group[0].stopped
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_replies_over_an_int8_base_equal_the_samplers(tied: bool):
+    lora = LoraConfig(rank=4, base_dtype="int8")
+    policy = dataclasses.replace(tiny.POLICY, tied_embeddings=tied, lora=lora)
+    params = transformer.init(policy, jax.random.key(2))
+    sizes = {"replies": 1, "max_tokens": S, "stop_ids": STOPS, "temperature": 0.0}
+    with jax.set_mesh(mesh()):
+        program = jax.jit(
+            lambda params, prompts: in_jit.sample(
+                policy, params, mesh(), prompts, jax.random.key(0), **sizes
+            )
+        )
+        replies = jax.device_get(program(params, padded(PROMPTS)))
+    config = dataclasses.replace(CONFIG, temperature=0.0)
+    expected = Sampler(policy, config, STOPS, mesh()).sample(params, PROMPTS, 1, jax.random.key(1))
+    for n, group in enumerate(expected):
+        assert group is not None
+        np.testing.assert_array_equal(replies.tokens[n, : replies.length[n]], group[0].tokens)
 
 
 def test_a_prompt_of_length_0_has_no_reply_and_changes_no_other():
