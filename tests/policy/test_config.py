@@ -90,6 +90,9 @@ OLDER: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 1, 0, 1, 1, 0, 1, 1, 0]},
     "smollm3 interval": {},
     "smollm3 windows": {"use_sliding_window": True, "sliding_window": 16},
+    "ministral": {"sliding_window": 16},
+    "llama": {},
+    "qwen3": {"head_dim": 8},
     "olmo2": {},
     "olmo3": {
         "sliding_window": 16,
@@ -127,7 +130,8 @@ def test_older_files_mean_what_transformers_reads(case: str) -> None:
     model_type = case.split()[0]
     raw = {"model_type": model_type} | ({} if model_type == "gemma3" else _SIZES) | OLDER[case]
     policy = PolicyConfig.from_hf(json.loads(json.dumps(raw)))
-    theirs = transformers.AutoConfig.for_model(**raw).get_text_config()
+    model_config = transformers.AutoConfig.for_model(**raw)
+    theirs = model_config.get_text_config()
     types = getattr(theirs, "layer_types", None)
     if types is None:
         has_windows = getattr(theirs, "sliding_window", None) is not None
@@ -144,6 +148,10 @@ def test_older_files_mean_what_transformers_reads(case: str) -> None:
             assert (rope.kind, rope.theta) == (fields["rope_type"], fields["rope_theta"])
             assert rope.factor == fields.get("factor", 1.0)
     assert policy.width == theirs.hidden_size and policy.vocab_size == theirs.vocab_size
+    assert policy.tied_embeddings == model_config.tie_word_embeddings
+    assert policy.norm_epsilon == theirs.rms_norm_eps
+    if policy.experts:
+        assert policy.normalized_router == theirs.norm_topk_prob
     if model_type.startswith("gemma3"):
         scale = policy.score_scale or policy.head_size**-0.5
         assert scale == theirs.query_pre_attn_scalar**-0.5

@@ -9,10 +9,12 @@ import jax
 import numpy as np
 import pytest
 
+from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.dry import AgentCounts, DrySampler, DrySession
 from spell_jax.sampler.engine import Sampler
+from spell_jax.sampler.page_groups import page_groups
 from spell_jax.sampler.requests import SampleRequest
 from spell_jax.sampler.session import Session
 from tests import tiny
@@ -35,10 +37,15 @@ def _write(request: SampleRequest) -> list[np.ndarray]:
     return [np.ones(request.options.max_tokens, np.int32)] * request.group
 
 
-def _dry(sampling: SamplerConfig = SAMPLING, write: Callable = _write) -> DrySampler:
+def _dry(
+    sampling: SamplerConfig = SAMPLING,
+    write: Callable = _write,
+    policy: PolicyConfig = tiny.POLICY,
+) -> DrySampler:
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
-    sizes = sampling, sampling.shape(mesh), meshes.row_shards(mesh)
-    return DrySampler(*sizes, write, tiny.POLICY.mean_pairs)
+    kinds = page_groups(policy).kinds
+    sizes = sampling, sampling.shape(mesh, kinds), meshes.row_shards(mesh)
+    return DrySampler(*sizes, write, policy.mean_pairs)
 
 
 def _request(agent: str, prompt: list[int], group: int, sampling=SAMPLING) -> SampleRequest:
@@ -75,19 +82,29 @@ def _self_play(session: Session | DrySession, sampling: SamplerConfig, group: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pages", "cap", "group"), [(64, 12, 4), (40, 12, 4), (64, 12, 3), (40, 12, 3), (40, 5, 3)]
+    ("pages", "cap", "group", "window"),
+    [
+        (64, 12, 4, 0),
+        (40, 12, 4, 0),
+        (64, 12, 3, 0),
+        (40, 12, 3, 0),
+        (40, 5, 3, 0),
+        (24, 12, 3, 20),
+    ],
 )
-def test_counts_equal_those_of_a_session(pages: int, cap: int, group: int) -> None:
-    """With 40 pages, prompts fill the pool and sequences pause for want of pages.
+def test_counts_equal_those_of_a_session(pages: int, cap: int, group: int, window: int) -> None:
+    """With 40 pages, or 24 with windows, prompts fill the pool and sequences wait for pages.
 
     Groups of 3 do not fill the 8 slots. Answers of 5 tokens end within calls of 4, and their slots
     are idle until the call returns.
     """
     sampling = dataclasses.replace(SAMPLING, kv_cache_tokens=16 * pages, max_tokens=cap)
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
-    session = Sampler(tiny.POLICY, sampling, (), mesh).start_session(tiny.weights())
+    layers = (1,) if window else ()
+    policy = dataclasses.replace(tiny.POLICY, window=window, window_layers=layers)
+    session = Sampler(policy, sampling, (), mesh).start_session(tiny.weights(policy))
     _self_play(session, sampling, group)
-    dry = _dry(sampling)
+    dry = _dry(sampling, policy=policy)
     dry_session = dry.start_session(None)
     _self_play(dry_session, sampling, group)
     counts, agents = session.counts, dry.counts_by_agent.values()

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.slow
 POLICY = dataclasses.replace(
     tiny.POLICY, qkv_bias=False, qk_norm=True, experts=8, experts_per_token=3, feed_forward=24
 )
+WINDOWS = dataclasses.replace(POLICY, window=6, window_layers=(0, 1))
 CONFIG = SamplerConfig(
     temperature=1.0,
     top_p=0.9,
@@ -68,10 +69,12 @@ def _weights(nudge: float, mesh: jax.sharding.Mesh) -> transformer.Params:
 
 @functools.cache
 def _sampled(
-    config: SamplerConfig = CONFIG, mesh: tuple[tuple[str, int], ...] = ()
+    config: SamplerConfig = CONFIG,
+    mesh: tuple[tuple[str, int], ...] = (),
+    policy: PolicyConfig = POLICY,
 ) -> list[list[Sample]]:
     device_mesh = _mesh(mesh)
-    sampler = Sampler(POLICY, config, (), device_mesh, record_experts=True)
+    sampler = Sampler(policy, config, (), device_mesh, record_experts=True)
     session = sampler.start_session(_weights(0.0, device_mesh))
     groups = session.sample(PROMPTS, SIBLINGS, jax.random.key(1), config.options(10))
     assert mesh or session.reused_tokens > 0
@@ -167,10 +170,11 @@ def test_reference_model_chooses_its_own_experts() -> None:
     assert numbers["kl"] > 1e-3, "the same weights, but with other experts"
 
 
-def test_experts_are_those_that_the_policy_chooses() -> None:
+@pytest.mark.parametrize("policy", [POLICY, WINDOWS], ids=["full", "windows"])
+def test_experts_are_those_that_the_policy_chooses(policy: PolicyConfig) -> None:
     """A plain pass over each whole sequence chooses the same for every token."""
     params = _weights(0.0, _mesh())
-    for prompt, samples in zip(PROMPTS, _sampled(), strict=True):
+    for prompt, samples in zip(PROMPTS, _sampled(policy=policy), strict=True):
         for sample in samples:
             assert sample.experts is not None and sample.prompt_experts is not None
             assert sample.experts.dtype == np.int8 and len(sample.experts) == len(sample.tokens)
@@ -178,18 +182,18 @@ def test_experts_are_those_that_the_policy_chooses() -> None:
             experts = np.concatenate([sample.prompt_experts, sample.experts])
             tokens = np.array([[*prompt, *sample.tokens]], np.int32)
             expected_experts = _plain_pass(
-                params, jnp.asarray(np.pad(tokens, ((0, 0), (0, 48)))[:, :48])
+                policy, params, jnp.asarray(np.pad(tokens, ((0, 0), (0, 48)))[:, :48])
             )
             np.testing.assert_array_equal(experts, expected_experts[: tokens.shape[1]])
 
 
-@jax.jit
-def _plain_pass(params, tokens):
+@functools.partial(jax.jit, static_argnums=0)
+def _plain_pass(policy, params, tokens):
     positions = jnp.arange(tokens.shape[1])[None]
     attend = update.attend.packed()
     context = {"last_query": jnp.full_like(tokens, tokens.shape[1] - 1)}
     *_, routing = transformer.hidden_states(
-        POLICY, params, tokens, positions, attend, None, context, record_experts=True
+        policy, params, tokens, positions, attend, None, context, record_experts=True
     )
     experts = moe.by_token(routing)
     assert experts is not None
