@@ -168,7 +168,7 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
         folder = _find_here(checked, name)
         shape_and_tokenizer = attempt(f"{name}.folder", read_model, model, folder)
         if shape_and_tokenizer:
-            attempt(f"{name}.folder", _check_weights, shape_and_tokenizer[0], folder)
+            attempt(f"{name}.folder", _check_weights, folder)
     _check_devices(checked, topology)
     if len(checked.mistakes) == before:
         checked.plan = attempt("mesh", _plan, checked, run)
@@ -230,12 +230,14 @@ def _check_policy(checked: Checked, model: ModelConfig) -> Any:
     checked.policy = policy
     # Same condition as at a run's start in trainer/state.py, which otherwise reads no weights.
     if folder and ((checked.step is None and not checked.config.init_from) or policy.lora):
-        attempt("policy.folder", _check_weights, policy, folder)
+        attempt("policy.folder", _check_weights, folder)
     if sampling := checked.section("sampler"):
         attempt("sampler", policy.check_length, sampling.longest)
         if sampling.weights_dtype == "int8":
             attempt("sampler", int8.check_quantizable, policy, "sampler.weights_dtype")
-    return tokenizer
+    # Base models lack a chat template: a mistake of the folder, not of the data that fill it.
+    has_chat = attempt("policy.folder", tokenizer.chat, "text") if tokenizer else None
+    return tokenizer if has_chat else None
 
 
 def _find_here(checked: Checked, name: str) -> pathlib.Path | None:
@@ -253,10 +255,10 @@ def _find_here(checked: Checked, name: str) -> pathlib.Path | None:
     return None
 
 
-def _check_weights(policy: PolicyConfig, folder: pathlib.Path) -> None:
+def _check_weights(folder: pathlib.Path) -> None:
     """Check tensor names and shapes in the headers of weights, if the folder has weights."""
     if safetensors.has_weights(folder):
-        weights.match(policy, *safetensors.scan(folder))
+        weights.check_headers(folder)
 
 
 # ------------------------------------------------------------------------------ Devices and memory

@@ -10,8 +10,8 @@
    an error, nothing. Adapters are merged into their base; --adapters writes them alone, in PEFT's
    format.
 
-FILE is a model of llama.cpp (architectures llama, qwen2, qwen3). Its weights are dequantized, to
-float32 unless --dtype says otherwise; its tokenizer and chat template go along.
+FILE is a model of llama.cpp (architectures llama, qwen2, qwen3, gemma3). Its weights are
+dequantized, to float32 unless --dtype says otherwise; its tokenizer and chat template go along.
 """
 
 from __future__ import annotations

@@ -276,7 +276,8 @@ class PolicyConfig:
             )
         raise ValueError(
             f"sampler: the longest prompt and answer have {tokens} tokens together, must be at "
-            f"most the policy's max_position_embeddings = {self.max_positions} ({remedy})"
+            f"most the policy's max_position_embeddings = {self.max_positions} ({remedy}); a lower "
+            "sampler.max_prompt or sampler.max_tokens, or --max_input of evaluate, fits too"
         )
 
     def with_rope_scaling(self, kind: str, factor: float) -> PolicyConfig:

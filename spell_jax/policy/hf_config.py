@@ -31,6 +31,10 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (False, None),
 }
+_REMEDIES = {
+    "quantization_config": "; quantized weights are not read, so take the same model's folder in "
+    "bfloat16, float16 or float32",
+}
 # Our activations by their Hugging Face names; Gemma 3 has them in a field of its own.
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh"}
 _ACTIVATION_FIELDS = ("hidden_act", "hidden_activation")
@@ -129,7 +133,8 @@ def _field(
 def _check_fixed(raw: dict[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
     for field, allowed in fixed.items():
         if field in raw and raw[field] not in allowed:
-            raise ValueError(f"{field} = {raw[field]!r}: must be {allowed[0]!r}")
+            remedy = _REMEDIES.get(field, "")
+            raise ValueError(f"{field} = {raw[field]!r}: must be {allowed[0]!r}{remedy}")
 
 
 def _text_config(raw: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,8 @@ from tests import noise, tiny
 from tests.algorithms.scripted import make_config
 from tests.configs.test_configs import NAMES, has_algorithm, load
 from tests.paths import ROOT
+from tests.policy import hf_folders
+from tests.policy.test_weights import read_tensors, write_tensors
 
 # Start of every line: a field, usually with its value.
 LINE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*(\[\d+\])?( = .*)?: .*")
@@ -424,6 +426,23 @@ def test_weights_that_contradict_the_config_are_reported(tmp_path: pathlib.Path)
     (folder / "config.json").write_text(json.dumps(fields | {"intermediate_size": 100}))
     (line,) = check.check(small(**{"policy.folder": str(folder)})).mistakes
     assert re.match(rf"policy.folder = '{folder}': .*mlp.* has shape .*, needs \(100, 128\)", line)
+
+
+def test_weights_of_a_text_model_beside_a_model_of_images_pass(tmp_path: pathlib.Path) -> None:
+    """The check reads tensor names as a run does, here those of Gemma 3 with images."""
+    folder = tmp_path / "policy"
+    shutil.copytree(TINY_POLICY, folder)
+    tensors = {f"language_model.{name}": tensor for name, tensor in read_tensors(folder).items()}
+    write_tensors(folder, tensors | {"vision_tower.head.probe": np.zeros(1, np.float32)})
+    assert check.check(small(**{"policy.folder": str(folder)})).mistakes == []
+
+
+def test_folder_without_a_chat_template_is_a_mistake_of_the_folder(tmp_path: pathlib.Path) -> None:
+    policy, folder = PolicyConfig.from_hf(TINY_POLICY / "config.json"), tmp_path / "policy"
+    hf_folders.write(folder, hf_folders.byte_level(), {"eos_token": "<|im_end|>"})
+    (folder / "config.json").write_text(json.dumps(policy.to_hf()))
+    (line,) = check.check(small(**{"policy.folder": str(folder)})).mistakes
+    assert line.startswith(f"policy.folder = '{folder}': {folder}: no chat template, in chat_tem")
 
 
 @pytest.mark.slow

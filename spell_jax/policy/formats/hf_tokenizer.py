@@ -213,7 +213,10 @@ class HfTokenizer(Tokenizer):
 
     def _layout(self) -> chats.Template:
         if self._template is None:
-            raise ValueError(f"{self._folder}: no chat template, in {TEMPLATE} or {CONFIG}")
+            raise ValueError(
+                f"{self._folder}: no chat template, in {TEMPLATE} or {CONFIG}; an instruct model "
+                f"of the family has one, and a copy of its {TEMPLATE} suffices"
+            )
         return self._template
 
     def _encode(self, tokenizer: hf.Tokenizer, text: str) -> list[int]:
