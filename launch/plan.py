@@ -318,7 +318,7 @@ class MemoryPlan:
             yield {"policy.base_dtype": "int8"}
         if not c.optimizer.offload:
             yield {"optimizer.offload": True}
-        if sizes["context"] > 1 and not c.policy.ring:
+        if sizes["context"] > 1 and not (c.policy.ring or self.policy.window):
             yield {"policy.ring": True}
         # Chips move to `context`, which splits the activations of a single row.
         for axis in ("data", "fsdp", "expert"):

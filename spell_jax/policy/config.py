@@ -117,8 +117,8 @@ class PolicyConfig:
       lora: LoRA adapters, the only trained parameters; None trains every parameter.
       attention: attention kernel for training rows and prompts, see attention/attend.py.
       ring: whether keys and values travel around a ring (True) or are all-gathered (False) when the
-        tokens of a row are sharded over devices, see attention/context.py; without effect if layers
-        have windows.
+        tokens of a row are sharded over devices, see attention/context.py; False if layers have
+        windows.
       remat: values that the backward pass recomputes, see ModelConfig (model.py).
       unused_ids: half-open ranges, in order, of ids below V without a token: gaps of the tokenizer
         and the padding of the tables. Their probability is 0, in sampling and in training.
@@ -207,6 +207,11 @@ class PolicyConfig:
             raise ValueError(
                 f"policy.window = {self.window}: must be 1 to {UNLIMITED - 1} if "
                 "policy.window_layers names layers, else 0"
+            )
+        if self.ring and self.window:
+            raise ValueError(
+                "policy.ring = True: must be False in a policy with windows, of whose keys only "
+                "those that another device sees travel"
             )
         if self.window_rope is not None and not self.window:
             raise ValueError("policy.window_rope: must be None without policy.window_layers")

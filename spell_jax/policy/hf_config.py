@@ -227,8 +227,10 @@ def _ruled_window_layers(
     if rule == "no_rope_layers":
         return tuple(unrotated_layers)
     if rule == "max_window_layers":  # counts the layers without a window, which come first
-        is_zero = type(raw.get(rule)) is int and raw[rule] == 0
-        return tuple(range(0 if is_zero else _field(raw, rule), layers))
+        first = raw.get(rule)
+        if type(first) is not int or first < 0:
+            raise ValueError(f"{rule} = {first!r}: must be an integer of at least 0")
+        return tuple(range(first, layers))
     if rule == "sliding_window_pattern":
         return _without_each(_field(raw, rule, defaults=family.defaults), layers)
     return _without_each(4, layers) if rule == "three of four" else tuple(range(layers))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,9 +21,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from spell_jax.policy import int8
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.families import MULTIMODAL
 from spell_jax.policy.formats import safetensors as files
 from spell_jax.runtime.files.jsonl import write_json
 from spell_jax.runtime.hosts import distributed
+
+CONFIG_FILE = "adapter_config.json"  # PEFT's name
 
 
 def split(config: PolicyConfig, params: Any) -> tuple[Any, Any]:
@@ -86,15 +90,30 @@ def _merge(path: str, factor: float, kernel: Any, scale: Any, a: Any, b: Any) ->
     return wide + product(a.astype(jnp.float32), b.astype(jnp.float32)) * factor
 
 
-def save(folder: str | os.PathLike[str], config: PolicyConfig, params: Any, base: str = "") -> None:
+def save(
+    folder: str | os.PathLike[str],
+    config: PolicyConfig,
+    params: Any,
+    base: str = "",
+    base_type: str = "",
+) -> None:
     """Write the adapters as PEFT's adapter_model.safetensors and adapter_config.json.
 
     With several hosts, every process must call this; process 0 writes. An existing folder is
     replaced, see safetensors.replacing. Other parameters are ignored. `base` names the base model
-    for users of the adapters.
+    for users of the adapters, `base_type` is the model type in its config.json.
     """
     assert config.lora is not None
     adapters, _ = split(config, params)
+    # PEFT matches the ends of module names, so layer numbers and `self_attn` are left out.
+    layers, targets = (
+        "model.layers",
+        sorted({n.split(".")[-1] for n in config.lora_targets.values()}),
+    )
+    if base_type == MULTIMODAL:
+        # Whole names, because the model of images has modules with the same ends.
+        layers = "model.language_model.layers"
+        targets = rf"{re.escape(layers)}\..*\.({'|'.join(targets)})"
     tensors = {}
     for path, name in config.lora_targets.items():
         module, ours = path.split("/")
@@ -103,7 +122,7 @@ def save(folder: str | os.PathLike[str], config: PolicyConfig, params: Any, base
             for layer, part in enumerate(value.astype(np.float32)):
                 # PEFT stores A [R, in] and B [out, R], the layout of torch linear layers.
                 flat = part.reshape(-1, part.shape[-1]) if x == "a" else part.reshape(len(part), -1)
-                key = f"base_model.model.model.layers.{layer}.{name}.lora_{letter}.weight"
+                key = f"base_model.model.{layers}.{layer}.{name}.lora_{letter}.weight"
                 tensors[key] = np.ascontiguousarray(flat.T)
     description = {
         "peft_type": "LORA",
@@ -113,12 +132,11 @@ def save(folder: str | os.PathLike[str], config: PolicyConfig, params: Any, base
         "lora_alpha": config.lora.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        # PEFT matches the ends of module names, so layer numbers and `self_attn` are left out.
-        "target_modules": sorted({name.split(".")[-1] for name in config.lora_targets.values()}),
+        "target_modules": targets,
         "inference_mode": True,
     }
     with distributed.fail_together():
         if jax.process_index() == 0:
             with files.replacing(folder) as scratch:
-                write_json(scratch / "adapter_config.json", description, indent=2)
+                write_json(scratch / CONFIG_FILE, description, indent=2)
                 files.save_file(tensors, scratch / "adapter_model.safetensors")

@@ -39,7 +39,8 @@ class ModelConfig:
         (dense for rows of up to 512 tokens, then the platform's kernel, else chunked).
       ring: whether keys travel around a ring instead of being gathered, with mesh.context above 1;
         for prompts beyond 128K tokens.
-      thinking: "on" or "off" for chat templates that know it (Qwen3); "": the template's default.
+      thinking: "on" or "off" for chat templates that know it (Qwen3, SmolLM3); "": the template's
+        default.
       rope_scaling: one of ROPE_SCALINGS; "" keeps the folder's.
       rope_factor: context length over the folder's, above 1, with rope_scaling.
       lora_rank: rank of LoRA adapters; 0 trains all weights.

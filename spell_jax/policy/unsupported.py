@@ -61,6 +61,7 @@ MISSING = {
     "qwen2_vl": _IMAGES,
     "qwen2_5_vl": _IMAGES,
     "qwen3_5": _LINEAR,
+    "qwen3_5_moe": _LINEAR,
     "qwen3_next": _LINEAR,
     "qwen3_vl": _IMAGES,
     "seed_oss": "biases of attention",

@@ -153,7 +153,10 @@ def _open(folder: pathlib.Path, dtype: str) -> _Source:
 def _read_config(folder: pathlib.Path) -> PolicyConfig:
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: not there")
+        hint = ""
+        if (folder / lora.CONFIG_FILE).is_file():
+            hint = "; the folder has adapters alone, and must be their base or the merged policy"
+        raise FileNotFoundError(f"{path}: not there{hint}")
     return PolicyConfig.from_hf(path)
 
 

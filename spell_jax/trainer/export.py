@@ -68,11 +68,19 @@ def export(
         )
     entry.setup_done()
     if adapters:
+        assert folder is not None
         # PEFT's config names the base of the adapters; a URL stays as the run's config has it.
         base = config.policy.folder
         if not paths.is_remote(base):
             base = str(folder)
-        lora.save(out, policy, params, base)
+        base_type = read_json(folder / CONFIG_FILE)["model_type"]
+        if policy.has_int8_base:
+            log.info(
+                "the adapters were trained over %s rounded to int8; over its own weights their "
+                "logits differ (docs/models.md, An int8 base); without --adapters they do not",
+                base,
+            )
+        lora.save(out, policy, params, base, base_type)
     else:
         weights.save(out, policy, params, tokenizer, dtype)
     return step

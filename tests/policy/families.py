@@ -108,6 +108,14 @@ _COMMON = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+_IMAGES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
 
 
 def make(family: str, seed: int = 0, **changes: Any) -> Any:
@@ -130,6 +138,20 @@ def make(family: str, seed: int = 0, **changes: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def with_images(text: Any) -> Any:
+    """Create a Gemma 3 with a model of images around a model of `make`."""
+    transformers = pytest.importorskip("transformers", reason=REASON)
+    config = transformers.Gemma3Config(
+        text_config=text.config.to_dict(),
+        vision_config=_IMAGES,
+        mm_tokens_per_image=4,
+        image_token_index=3,
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model.model.language_model.load_state_dict(text.model.state_dict())
     return model
 
 

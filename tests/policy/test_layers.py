@@ -53,6 +53,7 @@ def test_mean_pairs_are_those_of_the_mask(before: int, tokens: int) -> None:
         ({"window_layers": (0, 0)}, r"policy\.window_layers = \(0, 0\): must be ascending"),
         ({"window_layers": (4,)}, r"policy\.window_layers = \(4,\): .* below policy\.layers = 4"),
         ({"unrotated_layers": (-1,)}, r"policy\.unrotated_layers = \(-1,\): must be"),
+        ({"ring": True}, r"policy\.ring = True: must be False in a policy with windows"),
         ({"window": 0, "window_layers": ()}, r"policy\.window_rope: must be None without"),
         ({"score_scale": 0.0}, r"policy\.score_scale = 0\.0: must be above 0"),
         ({"joint_qk_norm": True}, r"policy\.joint_qk_norm = True: needs policy\.qk_norm"),

@@ -188,19 +188,24 @@ def test_sampler_applies_the_adapters() -> None:
     assert adapted_answers != answers(plain, lora.split(POLICY, params)[1])
 
 
+IMAGES = "gemma3 with images"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "smollm3", "olmo2", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "smollm3", "olmo2", "gemma3", IMAGES])
 def test_saved_adapters_match_peft_logits_and_gradients(family: str, tmp_path) -> None:
     """PEFT reads the saved adapters: the same logits and gradients of the adapters."""
     torch = pytest.importorskip("torch", reason=families.REASON)
     peft = pytest.importorskip("peft", reason="the comparison needs peft (extra 'test')")
-    model = families.save(family, tmp_path / "base")
+    model = families.make(family.removesuffix(" with images"))
+    if family == IMAGES:
+        model = families.with_images(model)
+    model.save_pretrained(tmp_path / "base")
+    base_type = json.loads((tmp_path / "base" / "config.json").read_text())["model_type"]
     config, base = weights.load(tmp_path / "base")
     config = dataclasses.replace(config, lora=LoraConfig(4, 6.0, "q_proj|o_proj|gate|down"))
     adapters, _ = lora.split(config, tiny.weights(config))
-    lora.save(tmp_path / "adapters", config, adapters, str(tmp_path / "base"))
-    adapter_config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
-    assert adapter_config["target_modules"] == ["down_proj", "gate_proj", "o_proj", "q_proj"]
+    lora.save(tmp_path / "adapters", config, adapters, str(tmp_path / "base"), base_type)
     peft_model = peft.PeftModel.from_pretrained(model, tmp_path / "adapters", is_trainable=True)
 
     def logprob(adapters):
@@ -216,7 +221,8 @@ def test_saved_adapters_match_peft_logits_and_gradients(family: str, tmp_path) -
 
     logprobs = expected_logits.log_softmax(-1)[:, :-1]
     logprobs.gather(-1, ids[:, 1:, None]).sum().backward()
-    lora.save(tmp_path / "gradients", config, jax.jit(jax.grad(logprob))(adapters))
+    gradients = jax.jit(jax.grad(logprob))(adapters)
+    lora.save(tmp_path / "gradients", config, gradients, base_type=base_type)
     gradients = safetensors.numpy.load_file(tmp_path / "gradients" / "adapter_model.safetensors")
     peft_params = {name: p for name, p in peft_model.named_parameters() if p.requires_grad}
     assert len(peft_params) == len(gradients) == config.layers * 8

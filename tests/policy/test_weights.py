@@ -17,9 +17,9 @@ import safetensors
 import safetensors.numpy
 from flax.traverse_util import flatten_dict
 
-from spell_jax.policy import tensor_table, transformer, weights
+from spell_jax.policy import lora, tensor_table, transformer, weights
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.policy.formats import safetensors as files
 from spell_jax.policy.rope import RopeConfig
 from tests import tiny
@@ -429,7 +429,11 @@ SHARD_NAME = r"model-\d{5}-of-\d{5}\.safetensors"
             ValueError,
             r"more\.safetensors: holds weights that",
         ),
-        (lambda f: (f / files.INDEX).unlink(), FileNotFoundError, r"model\.safetensors: not there"),
+        (
+            lambda f: (f / files.INDEX).unlink(),
+            FileNotFoundError,
+            r"safetensors: not there, and no",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -472,5 +476,16 @@ def test_config_and_tokenizer_are_read_without_weights(tmp_path) -> None:
     config, loaded_tokenizer = weights.read_config_and_tokenizer(tmp_path)
     assert config == policy and loaded_tokenizer.vocab_size == tokenizer.vocab_size
     (tmp_path / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"config\.json: not there"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json: not there$"):
         weights.read_config_and_tokenizer(tmp_path)
+
+
+def test_folder_of_adapters_or_of_pickled_weights_has_a_remedy(tmp_path) -> None:
+    weights.save(tmp_path / "policy", tiny.POLICY, tiny.weights())
+    (tmp_path / "policy" / files.SINGLE).rename(tmp_path / "policy" / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"must be converted from pytorch_model\.bin"):
+        weights.load(tmp_path / "policy")
+    adapted = dataclasses.replace(tiny.POLICY, lora=LoraConfig(2))
+    lora.save(tmp_path / "adapters", adapted, tiny.weights(adapted))
+    with pytest.raises(FileNotFoundError, match=r"has adapters alone, and must be their base"):
+        weights.load(tmp_path / "adapters")

@@ -56,14 +56,6 @@ def test_transformers_loads_saved_folders(family, dtype, tmp_path) -> None:
             assert torch.equal(reloaded_model.eval()(ids).logits, model(ids).logits)
 
 
-IMAGES = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-}
 NEW_PREFIXES = {
     "language_model.model.": "model.language_model.",
     "language_model.lm_head.": "lm_head.",
@@ -77,15 +69,7 @@ NEW_PREFIXES = {
 def test_text_part_of_a_multimodal_folder_is_read(naming: str, tmp_path, caplog) -> None:
     """Gemma 3 of 4B and more: old files and new ones name the same tensors differently."""
     torch = pytest.importorskip("torch", reason=families.REASON)
-    text = families.make("gemma3")
-    config = transformers.Gemma3Config(
-        text_config=text.config.to_dict(),
-        vision_config=IMAGES,
-        mm_tokens_per_image=4,
-        image_token_index=3,
-    )
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
-    model.model.language_model.load_state_dict(text.model.state_dict())
+    model = families.with_images(families.make("gemma3"))
     model.save_pretrained(tmp_path)
     tensors = read_tensors(tmp_path)
     assert any(name.startswith("language_model.model.") for name in tensors)

@@ -78,7 +78,9 @@ def scan(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Tensor]]:
     if single.is_file() and index.is_file():
         raise ValueError(f"{index}: must not be there beside {SINGLE}")
     if not single.is_file() and not index.is_file():
-        raise FileNotFoundError(f"{single}: not there, and no {INDEX} either")
+        pickled = next(iter(sorted(folder.glob("*.bin"))), None)
+        hint = f"; must be converted from {pickled.name}, which can run code" if pickled else ""
+        raise FileNotFoundError(f"{single}: not there, and no {INDEX} either{hint}")
     source = single if single.is_file() else index
     file_of = _read_index(index) if source == index else None
     shards = sorted({SINGLE} if file_of is None else set(file_of.values()))
