@@ -251,6 +251,7 @@ def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_second_model_is_updated_only_when_it_has_rows(pair, uninterrupted_run):
     lines = lines_of(uninterrupted_run)
     assert [("train/other/loss" in line) for line in lines] == [False, True, False]
@@ -267,6 +268,7 @@ def test_second_model_is_updated_only_when_it_has_rows(pair, uninterrupted_run):
     assert max(jax.tree.leaves(moved)) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2], ids=["before its update", "after its update"])
 def test_second_model_resumes_bit_identically(pair, uninterrupted_run, step, tmp_path):
     halved = noise.end_earlier(uninterrupted_run, epath.Path(tmp_path / "halved"), step)

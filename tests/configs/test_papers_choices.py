@@ -32,7 +32,7 @@ TEXT = {
 def rows_of_the_page() -> list[list[str]]:
     """Read the cells of the table of text, code and defaults."""
     section = PAGE.partition("## Text, code and defaults\n")[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 

@@ -89,6 +89,7 @@ def test_every_paper_config_has_a_table(model: str) -> None:
     assert "logprobs" not in text
 
 
+@pytest.mark.slow
 def test_more_chips_take_fewer_seconds_and_faster_ones_too() -> None:
     """With one part of rows: more parts of few rows would only be padded."""
     fields = {"mesh.fsdp": 1, "mesh.context": -1}

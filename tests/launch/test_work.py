@@ -125,6 +125,7 @@ def test_bytes_between_chips_are_those_of_compiled_collectives(axis: str) -> Non
         assert link_bytes == pytest.approx(_received(program, 8), rel=0.1), program.name
 
 
+@pytest.mark.slow
 def test_work_of_a_chip_falls_with_chips() -> None:
     policy = dataclasses.replace(DENSE, heads=16, kv_heads=8)
     works = []

@@ -68,7 +68,11 @@ def with_gaps_by_hand(groups: list[TrainGroup]) -> list[TrainGroup]:
 
 @pytest.mark.parametrize(
     ("mesh", "advantages"),
-    [(None, 1.0), (None, 0.0), ({"fsdp": 2, "context": 2, "tensor": 2}, 1.0)],
+    [
+        (None, 1.0),
+        (None, 0.0),
+        pytest.param({"fsdp": 2, "context": 2, "tensor": 2}, 1.0, marks=pytest.mark.slow),
+    ],
 )
 def test_update_adds_the_teachers_gap_to_each_tokens_advantage(mesh, advantages) -> None:
     groups = taught_groups(advantages)

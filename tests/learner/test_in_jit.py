@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from spell_jax.learner.advantages import questioner_advantages
 from spell_jax.learner.in_jit import masked_advantages, score_replies
@@ -16,6 +17,7 @@ R, K, P, S = 3, 2, 8, 5
 TEMPERATURE = 0.7
 
 
+@pytest.mark.slow
 def test_logprobs_equal_those_of_separate_rows():
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, 64, size=(R, P)).astype(np.int32)

@@ -36,7 +36,16 @@ POLICIES = {
         POLICY, lora=dataclasses.replace(ADAPTERS, pattern="mlp"), remat="dots"
     ),
 }
-every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+every_policy = pytest.mark.parametrize(
+    "policy",
+    [
+        *(pytest.param(POLICIES[name], id=name) for name in ("untied", "tied")),
+        *(
+            pytest.param(POLICIES[name], id=name, marks=pytest.mark.slow)
+            for name in ("attention", "mlp")
+        ),
+    ],
+)
 TOKENS = np.random.default_rng(0).integers(0, 64, size=(2, 20)).astype(np.int32)
 MESHES = [{"fsdp": 2, "tensor": 2, "data": 2}, {"fsdp": 2, "context": 4}]
 

@@ -428,6 +428,7 @@ def entries(page) -> list[str]:
     return page.value("[...document.querySelectorAll('#list button')].map(b => b.textContent)")
 
 
+@pytest.mark.slow
 def test_large_page_opens_without_browser_errors(page, large):
     page.open(large)
     assert page.problems == []

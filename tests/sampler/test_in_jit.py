@@ -68,6 +68,7 @@ def test_greedy_replies_equal_the_samplers():
             assert replies.stopped[n] == group[0].stopped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_replies_over_an_int8_base_equal_the_samplers(tied: bool):
     lora = LoraConfig(rank=4, base_dtype="int8")
@@ -88,6 +89,7 @@ def test_replies_over_an_int8_base_equal_the_samplers(tied: bool):
         np.testing.assert_array_equal(replies.tokens[n, : replies.length[n]], group[0].tokens)
 
 
+@pytest.mark.slow
 def test_a_prompt_of_length_0_has_no_reply_and_changes_no_other():
     prompts = padded(PROMPTS)
     length = prompts.length.copy()

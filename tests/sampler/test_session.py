@@ -115,6 +115,7 @@ def test_each_request_is_sampled_with_its_own_options() -> None:
     assert ranks[0] > 3 and ranks[3] > 3 and shares[0] < 0.2
 
 
+@pytest.mark.slow
 def test_vocabulary_dropout_leaves_other_requests_alone() -> None:
     """Requests without it are as without the sampler's option, and logprobs are the policy's."""
     requests = _requests()

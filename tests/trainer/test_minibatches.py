@@ -185,6 +185,7 @@ def test_non_finite_rows_are_decoded_by_their_models_tokenizer(tmp_path) -> None
     assert json.loads(line)["prompt"] == "other [7]"
 
 
+@pytest.mark.slow
 def test_run_with_minibatches_resumes_bit_identically(policy, tmp_path):
     """With buckets and a dtype that the run chooses itself."""
     config = make_config(policy, "recompute")

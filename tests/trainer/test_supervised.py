@@ -257,6 +257,7 @@ def test_random_policy_knows_the_gaps_of_its_tokenizer(tmp_path):
     assert (shape.vocab_size, shape.unused_ids) == (10, ((6, 9),))
 
 
+@pytest.mark.slow
 def test_loss_on_texts_is_the_next_token_loss(policy, source):
     config = read_supervised(small_config(policy, source))
     shape, params = weights.load(policy)

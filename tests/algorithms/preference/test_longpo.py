@@ -128,6 +128,7 @@ def test_shown_documents_of_a_question_are_read_and_checked(tmp_path):
     assert [q.shown for q in read_questions(path, "data.questions")] == [(1,), ()]
 
 
+@pytest.mark.slow
 def test_two_steps_resume_to_the_bit(tmp_path: pathlib.Path) -> None:
     folder = noise.save_policy(tmp_path / "policy")
     preferences = runs.PREFERENCES | {"loss.beta": 0.1, "loss.nll_weight": 0.5}

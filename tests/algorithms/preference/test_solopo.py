@@ -86,6 +86,7 @@ def test_config_trains_on_short_contexts_and_aligns_rewards():
     assert (long.prompts, long.replies) == (config.algorithm.generation_batch, 1)
 
 
+@pytest.mark.slow
 def test_two_steps_resume_to_the_bit(tmp_path: pathlib.Path) -> None:
     folder = noise.save_policy(tmp_path / "policy")
     preferences = runs.PREFERENCES | {"loss.beta": 0.1, "loss.align_weight": 0.5}

@@ -154,6 +154,7 @@ def test_written_questions_are_divided_into_phases_and_restored():
     assert [e.question for e in roll_out(resumed, models, 2)] == [e.question for e in second]
 
 
+@pytest.mark.slow
 def test_two_steps_resume_to_the_bit(tmp_path: pathlib.Path) -> None:
     folder, questions = noise.save_policy(tmp_path / "policy"), tmp_path / "questions.jsonl"
     short = [Question(QA, ("a",), f"Q{i}?", str(i % 2)) for i in range(6)]

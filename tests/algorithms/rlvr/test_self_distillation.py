@@ -113,6 +113,7 @@ def test_loss_and_algorithm_must_fit(name: str, weight: float, message: str) -> 
     assert conflict.startswith(f"loss.distillation_weight = {weight}: {message}")
 
 
+@pytest.mark.slow
 def test_two_steps_resume_to_the_bit(tmp_path: pathlib.Path) -> None:
     folder = noise.save_policy(tmp_path / "policy")
     fields = {"algorithm.name": "self_distillation", "algorithm.static_questions": 9}
