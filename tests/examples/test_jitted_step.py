@@ -214,6 +214,7 @@ def test_jitted_step_equals_the_trainers_update():
     ],
     ids=["no mean", "no deviation", "mean over answers"],
 )
+@pytest.mark.slow
 def test_comparison_detects_wrong_advantages(wrong: Callable[[TrainGroup], list[float]]):
     c, steps = run_example()
     groups = [replace(group, advantages=wrong(group)) for group in steps[0].groups]

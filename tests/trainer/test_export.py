@@ -169,6 +169,7 @@ def test_run_over_an_int8_base_resumes_to_the_same_bits_and_is_exported(policy, 
     assert 1e-5 < moved < 0.1, "adapters are trained and merged"
 
 
+@pytest.mark.slow
 def test_adapter_checkpoint_holds_only_adapters(adapted, run) -> None:
     def size(folder: pathlib.Path) -> int:
         return sum(p.stat().st_size for p in (folder / "checkpoints").rglob("*") if p.is_file())
