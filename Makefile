@@ -78,8 +78,7 @@ test-long: .venv/installed-test
 lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
-	$(BIN)/python -m tests.house
+	$(BIN)/python -m tests.house & house=$$!; $(BIN)/pyright && wait $$house
 
 clean:
 	rm -rf .venv .oldest .newest .cache .pytest_cache .ruff_cache .hypothesis *.egg-info

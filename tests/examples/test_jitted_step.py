@@ -196,7 +196,6 @@ def check(**sizes: int) -> None:
         assert steps[-1].metrics[name] == expected
 
 
-@pytest.mark.slow
 def test_jitted_step_equals_the_trainers_update():
     check()
 
@@ -214,7 +213,6 @@ def test_jitted_step_equals_the_trainers_update():
     ],
     ids=["no mean", "no deviation", "mean over answers"],
 )
-@pytest.mark.slow
 def test_comparison_detects_wrong_advantages(wrong: Callable[[TrainGroup], list[float]]):
     c, steps = run_example()
     groups = [replace(group, advantages=wrong(group)) for group in steps[0].groups]
