@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 
 from spell_jax.learner import aggregation
 from spell_jax.learner import update as updates
@@ -557,6 +556,9 @@ def test_learning_rate_schedules(schedule: str, expected_rates: dict[int, float]
 
 
 def test_rmsprop_takes_the_steps_of_torch() -> None:
+    pytest.importorskip("torch", reason="the comparison needs torch (extra 'test')")
+    import torch
+
     config = OptimizerConfig(
         name="rmsprop", learning_rate=0.1, b2=0.99, weight_decay=0.0, clip_norm=1e9
     )
