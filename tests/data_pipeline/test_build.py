@@ -168,7 +168,7 @@ def _killing(function, marker):
     return call
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_build_on_spark_is_bit_identical_after_workers_were_killed(
     config, finished_build, tmp_path, monkeypatch
 ):

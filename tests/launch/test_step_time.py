@@ -162,8 +162,13 @@ def _rows() -> list[list[str]]:
     return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in rows]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", _rows(), ids=lambda row: row[1])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=pytest.mark.long if number else pytest.mark.slow, id=row[1])
+        for number, row in enumerate(_rows())
+    ],
+)
 def test_documented_seconds_are_within_15_percent_of_the_model(row: list[str]) -> None:
     model, topology, changes, pool, *cells = row
     options = dict(change.split("=") for change in changes.split())

@@ -114,6 +114,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.long
 def test_errors_of_logits(ids: np.ndarray) -> None:
     logits: dict[str, np.ndarray] = {}
     errors = {}

@@ -129,6 +129,7 @@ def run(module: str, *flags: str) -> str:
     ).stdout
 
 
+@pytest.mark.long
 def test_greedy_answers_to_long_prompts_equal_transformers(folder, spell_data, monkeypatch) -> None:
     """Needles, and RULER's variable tracking and needle in noise, of 1,024 tokens."""
     noise.use_one_device(monkeypatch)
