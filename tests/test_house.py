@@ -459,6 +459,10 @@ def counts(checkout) -> dict[str, int | float]:
     return house_measures.measure(*checkout)
 
 
+def test_checkout_follows_the_house_rules(checkout):
+    assert [str(violation) for violation in house.check(*checkout)] == []
+
+
 def test_import_graph_stays_small(counts):
     # 13 folders, config.py and the entry points.
     assert counts["rooms"] <= 21 and counts["floors"] <= 10 and counts["arrows"] <= 85

@@ -210,8 +210,8 @@ class PolicyConfig:
             )
         if self.ring and self.window:
             raise ValueError(
-                "policy.ring = True: must be False in a policy with windows, of whose keys only "
-                "those that another device sees travel"
+                "policy.ring = True: must be False in a policy with windows, where a device "
+                "receives only the keys that its queries see"
             )
         if self.window_rope is not None and not self.window:
             raise ValueError("policy.window_rope: must be None without policy.window_layers")

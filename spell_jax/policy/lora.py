@@ -106,10 +106,8 @@ def save(
     assert config.lora is not None
     adapters, _ = split(config, params)
     # PEFT matches the ends of module names, so layer numbers and `self_attn` are left out.
-    layers, targets = (
-        "model.layers",
-        sorted({n.split(".")[-1] for n in config.lora_targets.values()}),
-    )
+    targets = sorted({name.split(".")[-1] for name in config.lora_targets.values()})
+    layers = "model.layers"
     if base_type == MULTIMODAL:
         # Whole names, because the model of images has modules with the same ends.
         layers = "model.language_model.layers"

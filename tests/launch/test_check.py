@@ -429,7 +429,7 @@ def test_weights_that_contradict_the_config_are_reported(tmp_path: pathlib.Path)
 
 
 def test_weights_of_a_text_model_beside_a_model_of_images_pass(tmp_path: pathlib.Path) -> None:
-    """The check reads tensor names as a run does, here those of Gemma 3 with images."""
+    """The check reads the tensor names of Gemma 3 with images as a run reads them."""
     folder = tmp_path / "policy"
     shutil.copytree(TINY_POLICY, folder)
     tensors = {f"language_model.{name}": tensor for name, tensor in read_tensors(folder).items()}
