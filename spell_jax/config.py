@@ -13,8 +13,9 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import jax
 from etils import epath
 
 from spell_jax.algorithms import registry
@@ -55,6 +56,8 @@ C = TypeVar("C", "RunConfig", "SupervisedConfig")
 M = TypeVar("M", bound=ModelConfig)
 log = logging.getLogger(__name__)
 
+TRANSFERS = ("overlapped", "in_place")
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
@@ -68,6 +71,8 @@ class MeshConfig:
       expert: shards of the experts of a mixture.
     """
 
+    SECTION: ClassVar[str] = "mesh"
+
     data: int = 1
     fsdp: int = -1
     context: int = 1
@@ -75,7 +80,52 @@ class MeshConfig:
     expert: int = 1
 
     def __post_init__(self):
-        meshes.check_sizes(dataclasses.asdict(self))
+        meshes.check_sizes(self.axes)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Number of devices along each of mesh.AXES."""
+        return {axis: getattr(self, axis) for axis in meshes.AXES}
+
+    def make(self) -> jax.sharding.Mesh:
+        """Make the mesh of training; ValueError if it cannot be laid out on the devices."""
+        return meshes.make_mesh(self.axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunMeshConfig(MeshConfig):
+    """Devices along each axis of the training mesh, and the devices that only sample.
+
+    Attributes:
+      rollout_devices: devices of each host that sample while its other devices train; 0: all
+        devices do both, in turn. Above 0, `staleness` must be at least 1, and the axes above are of
+        the training devices.
+      rollout: devices along each axis of the sampling mesh, if rollout_devices is above 0.
+      transfer: way of new weights to the sampling devices. "overlapped": into new buffers, while
+        the old weights still sample. "in_place": over the old weights, in pieces, between two
+        rollouts; the sampling devices then hold the policy once. Needs staleness = 1.
+    """
+
+    rollout_devices: int = 0
+    rollout: MeshConfig = MeshConfig()
+    transfer: str = "overlapped"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_least(self, "mesh.", rollout_devices=0)
+        check_choice(self, "mesh.", transfer=TRANSFERS)
+
+    def make(self) -> jax.sharding.Mesh:
+        if not self.rollout_devices:
+            return super().make()
+        return meshes.make_mesh(self.axes, meshes.split_devices(self.rollout_devices)[0])
+
+    def make_sampling(self) -> jax.sharding.Mesh:
+        """Make the mesh of sampling, which is the mesh of training without rollout_devices."""
+        if not self.rollout_devices:
+            return self.make()
+        devices = meshes.split_devices(self.rollout_devices)[1]
+        return meshes.make_mesh(self.rollout.axes, devices, "mesh.rollout")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +175,11 @@ class RunConfig:
       max_minutes: minutes of rollouts and updates after which the run ends; 0: no limit. The only
         field that depends on the clock: a resumed run gets as many minutes again.
       preemption_limit_s: seconds after the first SIGTERM for a run to finish its phase and save.
-      staleness: 1: the rollout of a step runs during the update of the step before, with the
-        weights before that update (not after a checkpoint). Needs loss.old_logprobs = "rollout" or
-        loss.tis_cap above 0.
+      staleness: number K of updates that a rollout's weights lack: step t is sampled from the
+        weights after step t - 1 - K, or after the last checkpoint if that is later. 0: each rollout
+        waits for the update before it. 1: a rollout runs during the update of the step before.
+        Above 1 it needs mesh.rollout_devices. Above 0, loss.old_logprobs must be "auto" or
+        "rollout", or loss.tis_cap above 0.
       minibatches: optimizer updates that a step's groups are split into. Above 1 it needs
         loss.old_logprobs = "recompute" or "rollout" (or "reference", for preferences), or
         loss.tis_cap above 0.
@@ -165,14 +217,13 @@ class RunConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     packing: PackingConfig = PackingConfig()
-    mesh: MeshConfig = MeshConfig()
+    mesh: RunMeshConfig = RunMeshConfig()
     models: Mapping[str, ExtraModelConfig] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         check_least(self, "", seed=0, steps=1, validate_every=0, checkpoint_every=1)
         check_least(self, "", keep_checkpoints=1, minibatches=1, episode_characters=0)
-        check_least(self, "", max_minutes=0)
-        check_choice(self, "", staleness=(0, 1))
+        check_least(self, "", max_minutes=0, staleness=0)
         # Steps count from 1: step 0 is the state before the first update.
         if not all(step >= 1 for step in self.profile_steps):
             raise ValueError(f"profile_steps = {self.profile_steps}: must be steps from 1 on")
@@ -190,23 +241,45 @@ class RunConfig:
         loss = self.loss
         if self.staleness and not loss.uses_rollout_logprobs:
             yield (
-                f'loss.old_logprobs = "{loss.old_logprobs}": must be "rollout", or '
-                "loss.tis_cap above 0, for staleness = 1: answers are sampled from older weights"
+                f'loss.old_logprobs = "{loss.old_logprobs}": must be "rollout", or loss.tis_cap '
+                f"above 0, for staleness = {self.staleness}: answers are sampled from older weights"
             )
-        elif self.minibatches > 1 and loss.old_logprobs == "on_policy" and not loss.tis_cap:
+        elif self.minibatches > 1 and loss.is_on_policy and not loss.tis_cap:
             yield (
                 'loss.old_logprobs = "on_policy": must be "recompute" or "rollout", or '
                 f"loss.tis_cap above 0, for minibatches = {self.minibatches}: only the first is "
                 "on-policy"
             )
-        if self.staleness and self.minibatches > 1:
-            yield f"staleness = 1: must be 0 for minibatches = {self.minibatches}"
+        yield from self._staleness_conflicts()
         yield from self.algorithm.conflicts(self.sampler, loss)
         yield from registry.objective_conflicts(self.algorithm, loss)
         if loss.is_paired and self.packing.shared_prefix == "none":
             yield (
                 "packing.shared_prefix = 'none': must be another for loss.objective = 'dpo', which "
                 "compares the two answers of a row"
+            )
+
+    def _staleness_conflicts(self) -> Iterator[str]:
+        mesh, staleness = self.mesh, self.staleness
+        if mesh.rollout_devices and not staleness:
+            yield (
+                f"staleness = 0: must be at least 1 for mesh.rollout_devices = "
+                f"{mesh.rollout_devices}, or one mesh would always wait for the other"
+            )
+        if not mesh.rollout_devices and staleness > 1:
+            yield (
+                f"staleness = {staleness}: must be 0 or 1 without mesh.rollout_devices: devices "
+                "that also train make one rollout during an update"
+            )
+        if not mesh.rollout_devices and staleness and self.minibatches > 1:
+            yield (
+                f"staleness = {staleness}: must be 0 for minibatches = {self.minibatches} without "
+                "mesh.rollout_devices"
+            )
+        if mesh.transfer == "in_place" and staleness > 1:
+            yield (
+                f"staleness = {staleness}: must be 1 for mesh.transfer = 'in_place', with which "
+                "the sampling devices hold one set of weights"
             )
 
 
@@ -413,7 +486,7 @@ def _build_run(fields: Mapping[str, Any]) -> RunConfig:
     updates = _product(fields, "steps", "minibatches")
     config = _build(RunConfig, sections, "", updates, **parts)
     config.check_sources()
-    return config
+    return dataclasses.replace(config, loss=config.loss.settled(bool(config.staleness)))
 
 
 def _build_supervised(fields: Mapping[str, Any]) -> SupervisedConfig:
@@ -446,7 +519,7 @@ def settle_dtypes(config: C, workdir: epath.Path) -> C:
     """
     # Process 0 reads the saved config for all: hosts with different dtypes would compile different
     # programs, and wait for each other forever.
-    mesh = meshes.make_mesh(dataclasses.asdict(config.mesh))
+    mesh = config.mesh.make()
     saved = distributed.broadcast(functools.partial(setup.saved_config, workdir))
     return keep_dtypes(config, saved, functools.partial(resolve_dtype, "auto", mesh))
 

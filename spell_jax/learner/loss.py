@@ -67,9 +67,9 @@ def _ratio_loss(
 ) -> tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]:
     """Compute policy_loss of a micro-batch, with the config's old logprobs and weights."""
     old, weight = jax.lax.stop_gradient(logprobs), batch.weight
-    if config.old_logprobs != "on_policy":
+    if not config.is_on_policy:
         old = batch.old_logprob
-    # With "on_policy" the ratio below is 1. The weight alone corrects for the sampler's policy.
+    # On policy the ratio below is 1. The weight alone corrects for the sampler's policy.
     if config.tis_cap:
         since_rollout = log_ratio(logprobs, batch.old_logprob, config.ratio, batch.answer)
         weight *= importance(since_rollout, config.tis_cap)

@@ -9,7 +9,7 @@ from spell_jax.learner import aggregation, packing, preference
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime.config import check_choice, check_least
 
-OLD_LOGPROBS = ("on_policy", "rollout", "recompute", "reference")
+OLD_LOGPROBS = ("auto", "on_policy", "rollout", "recompute", "reference")
 OBJECTIVES = ("clip", "cispo", "dpo")
 RATIOS = ("token", "sequence", "sequence_mean")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -47,11 +47,13 @@ class LossConfig:
         times log p_teacher(token | shorter prompt) - log p(token | prompt), so that the update
         lowers KL(policy || teacher) of each token (self-distillation from short to long contexts,
         arXiv 2604.17535). 0: no teacher. Groups without a shorter prompt have no teacher.
-      old_logprobs: denominator of the ratio. "on_policy": the current logprobs, so the ratio is
-        exactly 1 and no extra pass runs. "rollout": the logprobs recorded while sampling.
-        "recompute": the logprobs of the weights before the step (one forward pass, needed if a step
-        has several mini-batches). "reference": the logprobs of the reference model, a frozen copy
-        of the first policy, after the group's reference_prompt (one forward pass; "dpo" only).
+      old_logprobs: denominator of the ratio. "auto": "rollout" if answers are sampled from older
+        weights (config.staleness) and tis_cap is 0, else "on_policy". "on_policy": the current
+        logprobs, so the ratio is exactly 1 and no extra pass runs. "rollout": the logprobs recorded
+        while sampling. "recompute": the logprobs of the weights before the step (one forward pass,
+        needed if a step has several mini-batches). "reference": the logprobs of the reference
+        model, a frozen copy of the first policy, after the group's reference_prompt (one forward
+        pass; "dpo" only).
       tis_cap: cap C of truncated importance sampling; 0 disables it. Each token's loss is weighted
         by min(pi / pi_rollout, C), a constant for the gradient; `ratio` says whether pi is of the
         token or of its answer. Requires old_logprobs = "on_policy" and C >= 1; 2 is usual.
@@ -84,7 +86,7 @@ class LossConfig:
     kl_estimator: str = "k3"
     entropy_weight: float = 0.0
     distillation_weight: float = 0.0
-    old_logprobs: str = "on_policy"
+    old_logprobs: str = "auto"
     tis_cap: float = 0.0
     support: str = "full"
     routing: str = "own"
@@ -113,7 +115,7 @@ class LossConfig:
             raise ValueError(f"loss.tis_cap = {self.tis_cap}: must be at least 1, or 0 for none")
         # The other old logprobs already correct for older weights: the correction would count
         # twice.
-        if self.tis_cap and self.old_logprobs != "on_policy":
+        if self.tis_cap and not self.is_on_policy:
             raise ValueError(
                 f"loss.tis_cap = {self.tis_cap}: must be 0 for loss.old_logprobs = "
                 f"{self.old_logprobs!r}; truncated importance sampling needs 'on_policy'"
@@ -183,6 +185,19 @@ class LossConfig:
             sample.experts is None or sample.prompt_experts is None for sample in samples
         ):
             raise ValueError("loss.routing = 'sampled': needs the experts of every sample")
+
+    def settled(self, is_stale: bool) -> LossConfig:
+        """Replace old_logprobs "auto", given whether answers are sampled from older weights."""
+        if self.old_logprobs != "auto":
+            return self
+        # With a cap, truncated importance sampling already corrects for the older weights.
+        old_logprobs = "rollout" if is_stale and not self.tis_cap else "on_policy"
+        return dataclasses.replace(self, old_logprobs=old_logprobs)
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the current logprobs are the denominator of the ratio, which is then 1."""
+        return self.old_logprobs in ("auto", "on_policy")
 
     @property
     def needs_reference(self) -> bool:

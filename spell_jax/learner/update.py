@@ -93,10 +93,8 @@ class UpdateFns(NamedTuple):
 
 def make_update_fns(spec: UpdateSpec, mesh: jax.sharding.Mesh) -> UpdateFns:
     """Build the jitted functions of an update; nothing is compiled yet."""
-    shapes, axes = transformer.abstract_params(spec.policy)
-    all_shardings = meshes.shardings(mesh, axes, shapes)
-    trained_shapes, _ = lora.split(spec.policy, shapes)
-    param_shardings, frozen_shardings = lora.split(spec.policy, all_shardings)
+    trained_shapes, _ = lora.split(spec.policy, transformer.abstract_params(spec.policy)[0])
+    param_shardings, frozen_shardings = weight_shardings(spec.policy, mesh)
     replicated = meshes.replicated(mesh)
     abstract = _abstract_state(spec, mesh, trained_shapes, param_shardings)
     state_shardings = jax.tree.map(lambda x: x.sharding, abstract)
@@ -273,6 +271,12 @@ def to_device_memory(tree: Any, memory: str) -> Any:
 
 
 # ------------------------------------------------------------------------------ Shapes, shardings
+
+
+def weight_shardings(policy: PolicyConfig, mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
+    """Return the shardings of the trained weights, and of the frozen ones."""
+    shapes, axes = transformer.abstract_params(policy)
+    return lora.split(policy, meshes.shardings(mesh, axes, shapes))
 
 
 def _abstract_state(

@@ -1,4 +1,4 @@
-"""Device mesh, and the table that maps logical axes to mesh axes.
+"""Device meshes, and the table that maps logical axes to mesh axes.
 
 Parameters are sharded over `fsdp` and `context` and gathered layer by layer. Rows (packed groups,
 or requests) are sharded over `data`, `fsdp` and `expert`, and the tokens of a row over `context`.
@@ -49,44 +49,74 @@ DECODE_RULES: Rules = tuple((name, _IN_DECODING.get(name, axes)) for name, axes 
 
 
 def make_mesh(
-    shape: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None
+    shape: Mapping[str, int] | None = None,
+    devices: Sequence[Any] | None = None,
+    field: str = "mesh",
 ) -> jax.sharding.Mesh:
     """Make a mesh over `devices` (jax.Device), by default all devices.
 
     `shape` has the number of devices along each axis of AXES. Missing axes are 1; -1 (at most one
     axis) takes the remaining devices. The default puts every device on `fsdp`. ValueError if an
-    axis is unknown, or if the sizes do not make the number of devices.
+    axis is unknown, or if the sizes do not make the number of devices; `field` is the name of
+    `shape` in its message.
     """
-    sizes = axis_sizes(shape, jax.device_count() if devices is None else len(devices))
+    sizes = axis_sizes(shape, jax.device_count() if devices is None else len(devices), field)
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
-def axis_sizes(shape: Mapping[str, int] | None, count: int) -> tuple[int, ...]:
+def split_devices(rollout_devices: int) -> tuple[list[jax.Device], list[jax.Device]]:
+    """Split the devices of each process: (devices that train, devices that sample).
+
+    The last `rollout_devices` of each process sample. ValueError unless every process keeps at
+    least one device of either kind.
+    """
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
+        by_process.setdefault(device.process_index, []).append(device)
+    for devices in by_process.values():
+        check_rollout_devices(rollout_devices, len(devices))
+    training = [device for devices in by_process.values() for device in devices[:-rollout_devices]]
+    sampling = [device for devices in by_process.values() for device in devices[-rollout_devices:]]
+    return training, sampling
+
+
+def check_rollout_devices(rollout_devices: int, host_devices: int) -> None:
+    """Raise ValueError unless a host's devices can be split into training and sampling devices."""
+    if not 0 < rollout_devices < host_devices:
+        raise ValueError(
+            f"mesh.rollout_devices = {rollout_devices}: must leave devices for training on each "
+            f"host, which has {host_devices}; 0 trains and samples on the same devices"
+        )
+
+
+def axis_sizes(shape: Mapping[str, int] | None, count: int, field: str = "mesh") -> tuple[int, ...]:
     """Return the sizes of AXES for `count` devices; arguments and errors as in make_mesh."""
     # `fsdp` by default: it divides parameters, gradients and moments by the number of devices, and
     # needs no choice that depends on the model.
     shape = dict(shape or {"fsdp": -1})
     if unknown := set(shape) - set(AXES):
-        raise ValueError(f"mesh.{min(unknown)}: not a mesh axis, must be one of {AXES}")
-    check_sizes(shape)
+        raise ValueError(f"{field}.{min(unknown)}: not a mesh axis, must be one of {AXES}")
+    check_sizes(shape, field)
     sizes = [shape.get(axis, 1) for axis in AXES]
     fixed_product = math.prod(size for size in sizes if size != -1)
     if sizes.count(-1) > 1 or count % fixed_product:
         raise ValueError(
-            f"mesh = {shape}: cannot be laid out on {count} devices; the product of the sizes "
+            f"{field} = {shape}: cannot be laid out on {count} devices; the product of the sizes "
             "must be their number, and one size may be -1, for what is left"
         )
     sizes = [count // fixed_product if size == -1 else size for size in sizes]
     if math.prod(sizes) != count:
-        raise ValueError(f"mesh = {shape}: makes {math.prod(sizes)} devices, but there are {count}")
+        raise ValueError(
+            f"{field} = {shape}: makes {math.prod(sizes)} devices, but there are {count}"
+        )
     return tuple(sizes)
 
 
-def check_sizes(shape: Mapping[str, int]) -> None:
+def check_sizes(shape: Mapping[str, int], field: str = "mesh") -> None:
     """Raise ValueError for an axis of no devices."""
     for axis, size in shape.items():
         if size < 1 and size != -1:
-            raise ValueError(f"mesh.{axis} = {size}: must be at least 1, or -1 for what is left")
+            raise ValueError(f"{field}.{axis} = {size}: must be at least 1, or -1 for what is left")
 
 
 def row_shards(mesh: jax.sharding.Mesh) -> int:

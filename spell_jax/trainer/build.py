@@ -26,7 +26,6 @@ from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.rollout.judge import JudgeFunction, make_judge
 from spell_jax.rollout.text_model import TextSampler
 from spell_jax.rollout.worker import RolloutWorker
-from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
 from spell_jax.runtime.log.run_logger import PhaseTimer
 from spell_jax.sampler.engine import Sampler, SamplerConfig
@@ -67,6 +66,10 @@ class Run:
     def learner(self) -> Learner:
         return self.own_models["policy"].learner
 
+    def model(self, name: str) -> Model:
+        """Return the model of this name; the policy for the name of its frozen copy."""
+        return self.own_models.get(name, self.own_models["policy"])
+
     @property
     def trained(self) -> dict[str, Model]:
         return {name: self.own_models[name] for name in ("policy", *self.algorithm.trained)}
@@ -83,7 +86,7 @@ def make_run(config: RunConfig | Config) -> Run:
     """Check the config and make the run's parts; errors as in config.read."""
     config = read(config)
     folder = find_folder(config.policy.folder)
-    mesh = meshes.make_mesh(dataclasses.asdict(config.mesh))
+    mesh, sampling_mesh = config.mesh.make(), config.mesh.make_sampling()
     group_names = config.algorithm.group_names
     policy = _make_model(
         config, config.policy, folder, config.optimizer, config.loss, mesh, group_names
@@ -98,7 +101,7 @@ def make_run(config: RunConfig | Config) -> Run:
             # Its rows are targets to imitate, with advantage 1: the loss's defaults.
             models[name] = _make_model(config, model, folder, model.optimizer, LossConfig(), mesh)
     samplers = {
-        name: _make_text_sampler(model, config.sampler, mesh, config.algorithm.has_dropout)
+        name: _make_text_sampler(model, config.sampler, sampling_mesh, config.algorithm.has_dropout)
         for name, model in models.items()
     }
     worker = RolloutWorker(samplers.pop("policy"), jax.random.key(config.seed), samplers)

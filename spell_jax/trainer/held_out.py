@@ -13,7 +13,8 @@ from spell_jax.reporting import paired, run_report, tables
 from spell_jax.runtime.files.jsonl import read_json, write_json
 from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.trainer.build import Run
-from spell_jax.trainer.state import RolloutParams, States, save_model
+from spell_jax.trainer.rollout_params import Params
+from spell_jax.trainer.state import States, save_model
 
 log = logging.getLogger(__name__)
 
@@ -21,13 +22,17 @@ log = logging.getLogger(__name__)
 _STEP = 0
 
 
-def validate(run: Run, states: States, step: int, metrics: Metrics) -> float | None:
-    """Add accuracies to the metrics every validate_every steps; return a score or None."""
-    every = run.config.validate_every
+def is_due(run: Run, step: int) -> bool:
+    """Return whether a step is validated."""
     # Without an evaluation there is no score, so no best/ and no best checkpoint either.
-    if run.evaluation is None or not every or step % every:
-        return None
-    run.worker.start_step(_STEP, RolloutParams(run, states))
+    every = run.config.validate_every
+    return run.evaluation is not None and bool(every) and step % every == 0
+
+
+def validate(run: Run, params: Params, metrics: Metrics) -> float:
+    """Add accuracies to the metrics; return the score."""
+    assert run.evaluation is not None
+    run.worker.start_step(_STEP, params)
     score, numbers = run.evaluation.quick(run.worker)
     run.worker.end_step()
     for name, value in numbers.items():
@@ -43,11 +48,11 @@ def _truncated(run: Run) -> dict[str, tuple[float, float]]:
     return {name.removeprefix(prefix): counts[name] for name in names}
 
 
-def evaluate(run: Run, states: States, workdir: epath.Path, when: str) -> None:
+def evaluate(run: Run, params: Params, workdir: epath.Path, when: str) -> None:
     """Add a full evaluation to evaluation.json under "before" or "after"; if data is held out."""
     if run.evaluation is None:
         return
-    run.worker.start_step(_STEP, RolloutParams(run, states))
+    run.worker.start_step(_STEP, params)
     result, answers = run.evaluation.full(run.worker)
     run.worker.end_step()
     # Agents without replies have no share.
@@ -65,10 +70,10 @@ def evaluate(run: Run, states: States, workdir: epath.Path, when: str) -> None:
             paired.write_answers(workdir, when, answers)
 
 
-def finish(run: Run, states: States, workdir: epath.Path) -> None:
+def finish(run: Run, states: States, params: Params, workdir: epath.Path) -> None:
     """Evaluate a last time, save the trained models, plot, and print before and after."""
     if run.config.evaluate:
-        evaluate(run, states, workdir, "after")
+        evaluate(run, params, workdir, "after")
     for name in run.trained:
         save_model(run, name, states, workdir / name)
     # Saving weights needs all hosts, plots and tables only one.

@@ -4,7 +4,7 @@
     while step < config.steps:
         step += 1
         rollout = rollouts.take(states, step)         # the algorithm samples episodes
-        states, numbers = update(states, rollout)     # may overlap the next rollout (staleness)
+        states, numbers = update(states, rollout)     # may overlap later rollouts (staleness)
         files.write(step, states, rollout, numbers)   # metrics, episodes, best/, checkpoint
 
 `States` never change: an update donates them and returns new ones. A run that is started again on
@@ -18,13 +18,14 @@ import functools
 from etils import epath
 
 from spell_jax.config import RunConfig, read, settle_dtypes, to_dict
-from spell_jax.runtime import setup
+from spell_jax.runtime import fault_injection, setup
 from spell_jax.runtime.config import Config
 from spell_jax.runtime.files import paths, workdir_lock
 from spell_jax.trainer import held_out, state, step_update
 from spell_jax.trainer.build import Run, make_run
-from spell_jax.trainer.rollouts import Rollout, Rollouts
+from spell_jax.trainer.rollouts import Rollout, Rollouts, SharedRollouts
 from spell_jax.trainer.run_files import RunFiles
+from spell_jax.trainer.split_rollouts import SplitRollouts
 from spell_jax.trainer.state import States
 from spell_jax.trainer.step_update import Numbers, StepUpdate
 
@@ -53,47 +54,53 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
             "hints": run.config.algorithm.hints,
         }
         with RunFiles(run.config, to_dict(run.config), workdir, save_best, **log_options) as files:
-            states = _train(run, files)
-        held_out.finish(run, states, workdir)
+            kind = SplitRollouts if run.config.mesh.rollout_devices else SharedRollouts
+            with kind(run, files.should_stop) as rollouts:
+                states = _train(run, files, rollouts)
+        held_out.finish(run, states, rollouts.params(states), workdir)
     return workdir
 
 
-def _train(run: Run, files: RunFiles) -> States:
+def _train(run: Run, files: RunFiles, rollouts: Rollouts) -> States:
     """Run the steps that are left, and return the last states, which are saved."""
     config = run.config
     states, step, saved = state.restore_or_init(run, files.checkpoints)
     files.begin(step, states, saved)
-    logger, rollouts = files.logger, Rollouts(run, files.should_stop)
+    logger = files.logger
     for name, model in run.trained.items():
         reference = states.frozen.get("reference") if name == "policy" else None
         model.learner.compile(states.trained[name], reference)
     if step == 0 and config.evaluate:
         logger.enter("evaluate", 0)
-        held_out.evaluate(run, states, files.workdir, "before")
+        held_out.evaluate(run, rollouts.params(states), files.workdir, "before")
     logger.progress.limit(60 * config.max_minutes or None)
 
     with setup.sparing_garbage_collector() as spare_long_lived:
-        while rollouts.ahead or (step < config.steps and not logger.progress.is_over()):
+        while rollouts.has_next or (step < config.steps and not logger.progress.is_over()):
             step += 1
             logger.enter("rollout", step - 1)
             with setup.profiled(step in config.profile_steps, files.workdir):
                 rollout = rollouts.take(states, step)
+                fault_injection.point("rolled_out")
                 # After a notice to stop, the run that resumes repeats this rollout.
-                files.stop_if_preempted(step - 1, states, rollouts.state_before(rollout))
+                state_before = rollout.state_before if rollout else rollouts.next_state()
+                files.stop_if_preempted(step - 1, states, state_before)
                 assert rollout is not None
 
                 logger.enter("update", step - 1, rollout.progress())
                 states, numbers = _update(run, files, rollouts, states, rollout, step)
             spare_long_lived()  # the programs that the first step has compiled
             states = state.renew_copies(run, states, step)
+            rollouts.announce(states)
 
             logger.enter("validate", step)
-            metrics = step_update.metrics(run, rollout, numbers, rollouts.ahead is not None)
-            score = held_out.validate(run, states, step, metrics)
+            metrics, score = step_update.metrics(run, rollout, numbers, rollouts), None
+            if held_out.is_due(run, step):
+                with rollouts.sampling_devices():
+                    score = held_out.validate(run, rollouts.params(states), metrics)
             logger.enter("write", step)
-            algorithm_state = rollouts.state_before(rollouts.ahead)
             episodes = rollout.records()
-            files.write(step, states, algorithm_state, metrics, episodes, score)
+            files.write(step, states, rollouts.next_state(), metrics, episodes, score)
     files.save(step, states, run.algorithm.state_dict(), force=True)
     return states
 
@@ -101,11 +108,11 @@ def _train(run: Run, files: RunFiles) -> States:
 def _update(
     run: Run, files: RunFiles, rollouts: Rollouts, states: States, rollout: Rollout, step: int
 ) -> tuple[States, Numbers]:
-    """Update the trained models on a rollout; with staleness = 1, roll out the next step meanwhile.
+    """Update the trained models on a rollout; later steps may be rolled out meanwhile.
 
     Nothing keeps the earlier states after the return: their frozen copies may be replaced.
     """
     update = StepUpdate(run, states, rollout.groups)
-    if rollouts.may_look_ahead(step) and not files.logger.progress.is_over():
-        rollouts.look_ahead(states, step + 1, update.advance)
+    if rollouts.later_steps(step) and not files.logger.progress.is_over():
+        rollouts.look_ahead(states, step, update.advance)
     return update.finish(files.workdir, step)

@@ -1,7 +1,8 @@
-"""The rollout of each step; with config.staleness = 1 the next one runs during the update."""
+"""The rollout of each step, made in turn with the updates or during them (config.staleness)."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import time
@@ -10,11 +11,11 @@ from typing import Any
 
 from spell_jax.algorithms.base import Annotation, records
 from spell_jax.learner import packing
-from spell_jax.runtime import fault_injection
 from spell_jax.runtime.finite import check_finite, is_finite
 from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.trainer.build import Run
-from spell_jax.trainer.state import RolloutParams, States
+from spell_jax.trainer.rollout_params import Params, params_source
+from spell_jax.trainer.state import States
 
 _SHOWN = 200  # characters of a question or of its scores in a message
 
@@ -28,6 +29,7 @@ class Rollout:
     annotations: Sequence[Annotation]  # use of each episode in these groups
     metrics: Metrics
     state_before: dict[str, Any]  # of the algorithm, to repeat the step from
+    phases: Mapping[str, float]  # seconds by phase: waiting for each agent, and "rollout", the rest
 
     def progress(self) -> dict[str, float]:
         means = self.metrics.means()
@@ -42,83 +44,161 @@ class _Interrupted(Exception):
     """A rollout that is abandoned because the machine is taken away."""
 
 
-class Rollouts:
-    """Source of rollouts; at most one is kept ahead of the loop.
+def make_rollout(
+    run: Run,
+    params: Params,
+    step: int,
+    staleness: int,
+    between_calls: Callable[[], None],
+    should_stop: Callable[[], bool],
+) -> Rollout | None:
+    """Make a step's rollout; if abandoned, restore the algorithm's state and return None.
+
+    Args:
+      run: the run.
+      params: weights of its models by name.
+      step: the step, counted from 1.
+      staleness: number of updates that the weights will lack when the step is trained on.
+      between_calls: function that is called whenever the device has been given its next sampler
+        calls.
+      should_stop: function that tells, after `between_calls`, whether to abandon the rollout.
+    """
+    worker = run.worker
+
+    def advance() -> None:
+        between_calls()
+        if should_stop():
+            raise _Interrupted
+
+    clock, before = time.monotonic(), run.algorithm.state_dict()
+    worker.start_step(step, params, advance, run.config.algorithm.truncated)
+    key = run.config.seed, step
+    try:
+        episodes = run.algorithm.rollout(worker, key, step)
+    except _Interrupted:
+        # The resumed run repeats this rollout, so the algorithm must forget its beginning.
+        worker.end_step()
+        run.algorithm.load_state_dict(before)
+        return None
+    with named_rewards(run, step, episodes):
+        groups, annotations = run.algorithm.groups(episodes, key)
+        for group in groups:
+            check_finite(group.advantages, "group.advantages")  # NaN would reach every weight
+        check_scores([episode.record() for episode in episodes])
+    worker.end_step()
+    metrics, seconds = Metrics(), time.monotonic() - clock
+    metrics.merge(run.algorithm.metrics(episodes), "rollout/")
+    metrics.merge(worker.metrics, "rollout/")
+    metrics.add("rollout/staleness", staleness)
+    rates = {"sampled": worker.sampled_tokens, "prefilled": worker.prefilled_tokens}
+    for name, tokens in rates.items():
+        metrics.add_sum(f"time/tokens_per_second/{name}", tokens, seconds)
+        metrics.add(f"rollout/{name}_tokens", tokens)
+    waited = dict(worker.waited)
+    phases = waited | {"rollout": seconds - sum(waited.values())}
+    return Rollout(episodes, groups, annotations, metrics, before, phases)
+
+
+class Rollouts(contextlib.AbstractContextManager, abc.ABC):
+    """Source of rollouts, and of the weights that they sample from; a context of the loop.
+
+    Rollouts of later steps may be made ahead of the loop: `look_ahead` says when.
 
     Attributes:
-      ahead: rollout of the next step, if it was made during the update of the current step.
+      params: function from states to the weights of sampled models.
     """
 
     def __init__(self, run: Run, should_stop: Callable[[], bool]):
         self._run, self._should_stop = run, should_stop
-        self.ahead: Rollout | None = None
+        self.params = params_source(run)
 
+    @property
+    @abc.abstractmethod
+    def has_next(self) -> bool:
+        """Whether a rollout is made, or begun, ahead of the loop."""
+
+    @abc.abstractmethod
     def take(self, states: States, step: int) -> Rollout | None:
         """Return the step's rollout, made ahead or now; None if the rollout was abandoned."""
-        rollout, self.ahead = self.ahead, None
-        rollout = rollout or self._roll_out(states, step, lambda: None)
-        fault_injection.point("rolled_out")
-        return rollout
 
-    def may_look_ahead(self, step: int) -> bool:
-        """Return whether the next step's rollout may run during this step's update.
+    @abc.abstractmethod
+    def look_ahead(self, states: States, step: int, advance_update: Callable[[], None]) -> None:
+        """Make or begin rollouts of later steps during a step's update, from its first states."""
 
-        False at a checkpoint, which holds no older weights: a resumed run must repeat this run.
+    @abc.abstractmethod
+    def next_state(self) -> dict[str, Any]:
+        """Return the algorithm's state before the next rollout that the loop takes."""
+
+    def announce(self, states: States) -> None:
+        """Prepare rollouts for the weights after an update."""
+        return
+
+    @contextlib.contextmanager
+    def sampling_devices(self) -> Iterator[None]:
+        """Wait until no rollout samples; the block may sample then."""
+        yield
+
+    @property
+    def slows_update(self) -> bool:
+        """Whether a rollout ran on the devices of the last update, during the update."""
+        return False
+
+    def idle_metrics(self, update_seconds: float) -> dict[str, float]:
+        """Return the idle shares of the meshes since the last call; {} if there is one mesh.
+
+        `update_seconds` is the time since then in which the update ran.
+        """
+        return {}
+
+    def later_steps(self, step: int) -> range:
+        """Return the steps whose rollouts may use the weights before this step's update.
+
+        None is beyond a checkpoint, which holds no older weights: a resumed run must repeat this
+        run.
         """
         config = self._run.config
-        is_last = step == config.steps
-        return bool(config.staleness) and not is_last and step % config.checkpoint_every != 0
+        last = min(step + config.staleness, config.steps)
+        next_checkpoint = -(-step // config.checkpoint_every) * config.checkpoint_every
+        return range(step + 1, min(last, next_checkpoint) + 1)
+
+
+class SharedRollouts(Rollouts):
+    """Rollouts on the devices that also train; with config.staleness = 1 during updates."""
+
+    _ahead: Rollout | None = None
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    @property
+    def has_next(self) -> bool:
+        return self._ahead is not None
+
+    def take(self, states: States, step: int) -> Rollout | None:
+        rollout, self._ahead = self._ahead, None
+        return rollout or self._make(states, step, 0, lambda: None)
 
     def look_ahead(self, states: States, step: int, advance_update: Callable[[], None]) -> None:
-        """Make a step's rollout, with an update's micro-batches between the sampler's calls."""
-        self.ahead = self._roll_out(states, step, advance_update)
+        for later_step in self.later_steps(step):
+            self._ahead = self._make(states, later_step, later_step - step, advance_update)
 
-    def state_before(self, rollout: Rollout | None) -> dict[str, Any]:
-        """Return the algorithm's state before a rollout (None: abandoned, or not started)."""
-        return rollout.state_before if rollout else self._run.algorithm.state_dict()
+    def next_state(self) -> dict[str, Any]:
+        return self._ahead.state_before if self._ahead else self._run.algorithm.state_dict()
 
-    def _roll_out(
-        self, states: States, step: int, advance_update: Callable[[], None]
+    @property
+    def slows_update(self) -> bool:
+        return self.has_next
+
+    def _make(
+        self, states: States, step: int, staleness: int, advance_update: Callable[[], None]
     ) -> Rollout | None:
-        """Make a step's rollout; if abandoned, restore the algorithm's state and return None.
-
-        `advance_update` is called whenever the device has been given its next sampler calls.
-        """
-        run, worker = self._run, self._run.worker
-
-        def between_calls() -> None:
-            advance_update()
-            if self._should_stop():
-                raise _Interrupted
-
-        clock, before = time.monotonic(), run.algorithm.state_dict()
-        truncated = run.config.algorithm.truncated
-        worker.start_step(step, RolloutParams(run, states), between_calls, truncated)
-        key = run.config.seed, step
-        try:
-            episodes = run.algorithm.rollout(worker, key, step)
-        except _Interrupted:
-            # The resumed run repeats this rollout, so the algorithm must forget its beginning.
-            worker.end_step()
-            run.algorithm.load_state_dict(before)
-            return None
-        with named_rewards(run, step, episodes):
-            groups, annotations = run.algorithm.groups(episodes, key)
-            for group in groups:
-                check_finite(group.advantages, "group.advantages")  # NaN would reach every weight
-            check_scores([episode.record() for episode in episodes])
-        worker.end_step()
-        metrics = Metrics()
-        metrics.merge(run.algorithm.metrics(episodes), "rollout/")
-        metrics.merge(worker.metrics, "rollout/")
-        # Seconds that the worker waited count as phases of their own.
-        seconds, waited = time.monotonic() - clock, worker.waited
-        run.timer.reassign(waited | {"rollout": seconds - sum(waited.values())})
-        rates = {"sampled": worker.sampled_tokens, "prefilled": worker.prefilled_tokens}
-        for name, tokens in rates.items():
-            metrics.add_sum(f"time/tokens_per_second/{name}", tokens, seconds)
-            metrics.add(f"rollout/{name}_tokens", tokens)
-        return Rollout(episodes, groups, annotations, metrics, before)
+        params = self.params(states)
+        stop = self._should_stop
+        rollout = make_rollout(self._run, params, step, staleness, advance_update, stop)
+        if rollout is not None:
+            # Seconds that the worker waited for each agent count as phases of their own.
+            self._run.timer.reassign(rollout.phases)
+        return rollout
 
 
 @contextlib.contextmanager

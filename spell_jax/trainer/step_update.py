@@ -13,7 +13,7 @@ from spell_jax.learner.update import TrainState
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.trainer.build import Run
-from spell_jax.trainer.rollouts import Rollout
+from spell_jax.trainer.rollouts import Rollout, Rollouts
 from spell_jax.trainer.state import States
 
 # Model -> named numbers of each optimizer step.
@@ -79,11 +79,14 @@ def _imitate(
 
 
 def metrics(
-    run: Run, rollout: Rollout, numbers: Mapping[str, Sequence[Mapping[str, float]]], is_ahead: bool
+    run: Run,
+    rollout: Rollout,
+    numbers: Mapping[str, Sequence[Mapping[str, float]]],
+    rollouts: Rollouts,
 ) -> Metrics:
     """Return the step's metrics (docs/metrics.md), from the rollout and each update's numbers.
 
-    Speeds are left out if the next rollout `is_ahead`, because it ran during the update.
+    Speeds are left out if one of the `rollouts` slowed the update.
     """
     metrics = Metrics()
     metrics.merge(rollout.metrics)
@@ -98,8 +101,11 @@ def metrics(
     metrics.add("process/update_programs", programs)
     updates = [update for model_updates in numbers.values() for update in model_updates]
     nonempty_updates = [update for update in updates if not update["empty_update"]]
+    seconds = run.timer.spent("update")
+    for name, share in rollouts.idle_metrics(seconds).items():
+        metrics.add(name, share)
     # With the next rollout at the same time, seconds of the update are not the update's alone.
-    if nonempty_updates and not is_ahead:
-        devices, seconds = run.learner.mesh.devices.flatten().tolist(), run.timer.spent("update")
+    if nonempty_updates and not rollouts.slows_update:
+        devices = run.learner.mesh.devices.flatten().tolist()
         metrics.merge(statistics.speed(nonempty_updates, seconds, devices), "time/")
     return metrics

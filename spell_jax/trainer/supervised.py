@@ -27,7 +27,6 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model, shape_policy
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.question_sets import tiny_world_rows, tuning_rows
-from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, plain, section
 from spell_jax.runtime.files import paths, workdir_lock
 from spell_jax.runtime.files.checkpoint import Checkpoints
@@ -62,7 +61,7 @@ def make_policy(config: SupervisedConfig) -> tuple[pathlib.Path | None, PolicyCo
 
 
 def make_learner(config: SupervisedConfig, policy: PolicyConfig) -> Learner:
-    mesh, dtype = meshes.make_mesh(dataclasses.asdict(config.mesh)), config.policy.compute_dtype
+    mesh, dtype = config.mesh.make(), config.policy.compute_dtype
     return Learner(
         policy,
         config.optimizer,

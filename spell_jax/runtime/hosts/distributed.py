@@ -1,7 +1,8 @@
 """Multi-host runs: joining processes, and exchange of host data.
 
-All processes must call these functions in the same order. An error on one becomes a RuntimeError on
-all, so none waits for a process that will never arrive. (On a single process, `broadcast` and
+All processes must call these functions in the same order; so must each thread that has devices of
+its own for the exchanges (`exchanging_on`). An error on one process becomes a RuntimeError on all,
+so none waits for a process that will never arrive. (On a single process, `broadcast` and
 `fail_together` raise the error itself.)
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -29,6 +31,7 @@ import numpy as np
 from jax._src import clusters  # no public API reports what initialize() would detect
 from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spell_jax.runtime.hosts import peers, sigterm
 
@@ -398,6 +401,46 @@ def fetch_global(array: Any) -> np.ndarray:
     return np.asarray(array)
 
 
+@contextlib.contextmanager
+def exchanging_on(devices: Sequence[jax.Device]) -> Iterator[None]:
+    """Exchange data over the first of `devices` of each process, in this thread and block.
+
+    By default the exchanges run on each process's first device.
+    """
+    # A device runs its programs in the order of their dispatch. If two threads dispatched exchanges
+    # to one device, the processes might dispatch them in different orders, and wait forever.
+    before = _exchange_devices()
+    _thread.devices = _first_devices(devices)
+    try:
+        yield
+    finally:
+        _thread.devices = before
+
+
+_thread = threading.local()  # `devices`: the devices of a thread's exchanges, one of each process
+
+
+def _exchange_devices() -> tuple[jax.Device, ...]:
+    """Return the device of each process on which this thread's exchanges run."""
+    return getattr(_thread, "devices", None) or _first_devices(jax.devices())
+
+
+def _first_devices(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
+    """Return the first device of each process, in process order."""
+    by_process = {device.process_index: device for device in reversed(devices)}
+    return tuple(by_process[index] for index in sorted(by_process))
+
+
+@functools.cache
+def _all_gather(devices: tuple[jax.Device, ...]) -> tuple[NamedSharding, jax.stages.Wrapped]:
+    """Return the sharding of rows, one on each device, and a program that gathers all rows."""
+    mesh = Mesh(np.array(devices), ("hosts",))
+    rows, replicated = (NamedSharding(mesh, PartitionSpec(axis)) for axis in ("hosts", None))
+    return rows, jax.jit(lambda x: x, out_shardings=replicated)
+
+
 def _gather(row: np.ndarray) -> np.ndarray:
     """Gather uint8 [n] of each host into [hosts, n]."""
-    return np.ascontiguousarray(multihost_utils.process_allgather(row))
+    sharding, gather = _all_gather(_exchange_devices())
+    rows = jax.make_array_from_process_local_data(sharding, row[None])
+    return np.ascontiguousarray(gather(rows).addressable_data(0))

@@ -9,9 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-import numpy as np
 from absl import logging as absl_logging
-from jax.experimental import multihost_utils
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -20,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spell_jax.runtime import terminal
+from spell_jax.runtime.hosts import distributed
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +108,9 @@ class Progress:
         """Return whether the time limit is reached, by the clock of process 0."""
         if self._limited is None:
             return False
+        end = self._limited[1]
         # Clocks of hosts differ: if each decided alone, one would stop while another waits for it.
-        late = np.array(self._clock() >= self._limited[1])
-        is_late = bool(multihost_utils.broadcast_one_to_all(late))
+        is_late = distributed.broadcast(lambda: self._clock() >= end)
         if is_late and self._enabled and not self._has_logged_limit:
             self._has_logged_limit = True
             seconds = self._limited[1] - self._limited[0]

@@ -1,0 +1,106 @@
+"""Weights of the models that a rollout samples from, as the worker looks them up by name.
+
+`SharedParams` casts the weights of states where they lie. With mesh.rollout_devices,
+`SplitParams` copies them to the devices that sample (transfer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from spell_jax.learner.update import weight_shardings
+from spell_jax.policy import lora, transformer
+from spell_jax.trainer.build import Model, Run
+from spell_jax.trainer.state import States
+from spell_jax.trainer.transfer import Transfer
+
+# Weights by model name, for RolloutWorker.start_step.
+Params = Mapping[str, transformer.Params]
+
+
+def params_source(run: Run) -> Callable[[States], Params]:
+    """Return the function from a run's states to the weights that its worker samples from."""
+    if run.config.mesh.rollout_devices:
+        return SplitParams(run)
+    return lambda states: SharedParams(run, states)
+
+
+class SharedParams(Params):
+    """Weights in the compute dtype by model name, for a rollout that ends before its update does.
+
+    Each lookup casts anew, so a caller that drops one model's weights before it looks up another's
+    needs the memory of one.
+    """
+
+    def __init__(self, run: Run, states: States):
+        self._run, self._states = run, states
+
+    def __getitem__(self, name: str) -> transformer.Params:
+        return self._run.model(name).learner.cast(self._states.params(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._states.tree())
+
+    def __len__(self) -> int:
+        return len(self._states.tree())
+
+
+class SplitParams:
+    """Copies of weights in the compute dtype on the sampling devices; a function of the states.
+
+    The copies do not depend on the states, which updates may donate. The copy of a frozen model is
+    kept until the model's weights are renewed. With mesh.transfer = "in_place" a call overwrites
+    the copies of trained models, so no rollout may run meanwhile.
+    """
+
+    def __init__(self, run: Run):
+        self._in_place = run.config.mesh.transfer == "in_place"
+        names = ("policy", *run.algorithm.model_names)
+        self._transfers = {name: _ModelTransfer(run, run.model(name)) for name in names}
+        self._frozen: dict[str, tuple[transformer.Params, transformer.Params]] = {}
+        self._newest: tuple[States, Params] | None = None
+
+    def __call__(self, states: States) -> Params:
+        """Return the weights of the sampled models by name; wait until they are copied."""
+        if self._newest and self._newest[0] is states:
+            return self._newest[1]
+        before = self._newest[1] if self._newest and self._in_place else {}
+        self._newest = None  # overlapped: older weights live as long as the rollouts that use them
+        params = {name: self._copy(name, states, before.get(name)) for name in self._transfers}
+        self._newest = states, params
+        return params
+
+    def _copy(
+        self, name: str, states: States, before: transformer.Params | None
+    ) -> transformer.Params:
+        source, transfer = states.params(name), self._transfers[name]
+        if name not in states.frozen:
+            return transfer.copy(source, before)
+        kept_source, kept_copy = self._frozen.get(name, (None, None))
+        if kept_source is not source:
+            kept_copy = transfer.copy(source, kept_copy if self._in_place else None)
+            self._frozen[name] = source, kept_copy
+        assert kept_copy is not None
+        return kept_copy
+
+
+class _ModelTransfer:
+    """Copies of one model's weights to the sampling mesh; a frozen base is copied once."""
+
+    def __init__(self, run: Run, model: Model):
+        sampling_mesh = run.worker.sampler.mesh
+        trained, frozen = weight_shardings(model.policy, sampling_mesh)
+        self._learner, self._policy = model.learner, model.policy
+        self._trained, self._frozen = Transfer(trained), Transfer(frozen)
+        self._base: transformer.Params | None = None
+
+    def copy(
+        self, source: transformer.Params, before: transformer.Params | None
+    ) -> transformer.Params:
+        """Copy weights as Learner.cast returns them; `before` gives its memory to the copy."""
+        if self._base is None:
+            self._base = self._frozen(self._learner.frozen)
+        if before is not None:
+            before, _ = lora.split(self._policy, before)
+        copies = self._trained(self._learner.fns.cast(source), before)
+        return lora.join(copies, self._base)
