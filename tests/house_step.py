@@ -27,7 +27,7 @@ from etils import epath
 from spell_jax.data.samples import Sample
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.trainer import loop
-from spell_jax.trainer.rollouts import Rollouts
+from spell_jax.trainer.rollouts import SharedRollouts
 from tests import noise
 from tests.house_rules import PACKAGE
 from tests.paths import ROOT
@@ -126,9 +126,9 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def record_step() -> StepRecord:
     """Train four steps on one CPU device, and return the record of the third."""
-    record, take = StepRecord(), Rollouts.take
+    record, take = StepRecord(), SharedRollouts.take
 
-    def take_and_watch(self: Rollouts, states: Any, step: int) -> Any:
+    def take_and_watch(self: SharedRollouts, states: Any, step: int) -> Any:
         record.is_open = step == MEASURED_STEP
         sys.setprofile(record.watch if record.is_open else None)
         return take(self, states, step)
@@ -137,7 +137,7 @@ def record_step() -> StepRecord:
         noise.use_one_device(monkeypatch)
         noise.give_meaning(RealBesideFake(monkeypatch))
         noise.skip_plots(monkeypatch)
-        monkeypatch.setattr(Rollouts, "take", take_and_watch)
+        monkeypatch.setattr(SharedRollouts, "take", take_and_watch)
         policy = noise.save_policy(Path(folder) / "policy")
         fields = {"validate_every": 0, "checkpoint_every": 100}
         config = noise.small_config(policy, steps=MEASURED_STEP + 1, **fields)

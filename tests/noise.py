@@ -26,7 +26,7 @@ from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.eapo import algorithm as eapo
 from spell_jax.algorithms.spell import answering, frozen_reader, questioner
 from spell_jax.algorithms.spell import config as spell_config
-from spell_jax.configs import tiny
+from spell_jax.configs import tiny, tiny_eapo
 from spell_jax.data.config import is_generated
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
@@ -34,10 +34,12 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import TINY_POLICY
+from spell_jax.question_sets import evidence_rows
 from spell_jax.reporting import run_report
 from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import mesh
 from spell_jax.runtime.config import flat
+from spell_jax.runtime.files.jsonl import write_records
 from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler.engine import Sampler
 from spell_jax.selfplay import evidence, parsing, rules
@@ -118,6 +120,35 @@ def small_config(folder: str | pathlib.Path, **overrides) -> ConfigDict:
     present = dict(flat(config.to_dict()))
     small = {n: v for n, v in settings.items() if n in present or not n.startswith("algorithm.")}
     return with_fields(config, small | overrides)
+
+
+def small_eapo_config(folder: pathlib.Path, **overrides) -> ConfigDict:
+    """Return configs/tiny_eapo.py with few questions per step, which are written to `folder`.
+
+    The reward model is larger than the policy. `overrides` are by dotted name.
+    """
+    for name, count in (("train", 12), ("held_out", 3)):
+        questions = evidence_rows.make_questions(count, count, (2, 3))
+        write_records(folder / f"{name}.jsonl", map(dataclasses.asdict, questions))
+    fields = {
+        "checkpoint_every": 1,
+        "policy.folder": str(save_policy(folder / "policy")),
+        "reward_model.folder": str(save_policy(folder / "reward_model", width=48)),
+        "data.questions": str(folder / "train.jsonl"),
+        "data.validation": str(folder / "held_out.jsonl"),
+        "algorithm.truncated": "score",  # random text seldom ends
+        "algorithm.questions": 8,
+        "algorithm.group_size": 3,
+        "sampler.max_prompt": 128,
+        "sampler.kv_cache_tokens": 4096,
+        "sampler.slots": 16,
+        "sampler.prefill_tokens": 512,
+        "sampler.decode_tokens": 4,
+        "sampler.max_tokens": 6,
+        "packing.buckets": ((160, 24),),
+        "packing.token_budget": 640,
+    }
+    return with_fields(tiny_eapo.get_config(), fields | overrides)
 
 
 def with_fields(config: Any, fields: dict[str, Any]) -> Any:

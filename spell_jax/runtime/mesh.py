@@ -64,13 +64,13 @@ def make_mesh(
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
-def split_devices(rollout_devices: int) -> tuple[list[jax.Device], list[jax.Device]]:
-    """Split the devices of each process: (devices that train, devices that sample).
+def split_devices(rollout_devices: int) -> tuple[list[Any], list[Any]]:
+    """Split the devices (jax.Device) of each process: (devices that train, devices that sample).
 
     The last `rollout_devices` of each process sample. ValueError unless every process keeps at
     least one device of either kind.
     """
-    by_process: dict[int, list[jax.Device]] = {}
+    by_process: dict[int, list[Any]] = {}
     for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
         by_process.setdefault(device.process_index, []).append(device)
     for devices in by_process.values():

@@ -40,7 +40,7 @@ class _Job:
     step: int
     staleness: int
     params: Params
-    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    ended: threading.Event = dataclasses.field(default_factory=threading.Event)
     rollout: Rollout | None = None
     error: BaseException | None = None
     state_before: dict[str, Any] | None = None  # of the algorithm; None before the job starts
@@ -77,9 +77,12 @@ class SplitRollouts(Rollouts):
             self._begin(states, step, 0)
         job = self._pending.popleft()
         assert job.step == step
-        job.done.wait()
+        job.ended.wait()
         if job.error is not None:
             raise job.error
+        if job.rollout is not None:
+            for phase, seconds in job.rollout.phases.items():
+                job.rollout.metrics.add(f"time/sampling_seconds/{phase}", seconds)
         return job.rollout
 
     def look_ahead(self, states: States, step: int, advance_update: Callable[[], None]) -> None:
@@ -102,7 +105,7 @@ class SplitRollouts(Rollouts):
     @contextlib.contextmanager
     def sampling_devices(self) -> Iterator[None]:
         for job in self._pending:
-            job.done.wait()
+            job.ended.wait()
         with self._idle.busy():
             yield
 
@@ -136,7 +139,7 @@ class SplitRollouts(Rollouts):
                 if job.rollout is None:
                     self._is_closing = True
                 job.params = {}  # the weights are released
-                job.done.set()
+                job.ended.set()
 
     def _make(self, job: _Job) -> None:
         with self._start_lock:

@@ -56,14 +56,14 @@ class Transfer:
             parts = list(_parts(start, piece, indices))
             for device, offset, part in parts:
                 moved = jax.device_put(part, device)
-                whole = _shape(indices[device], source.shape)
-                if moved.shape == whole:
+                shape = _shape(indices[device], source.shape)
+                if moved.shape == shape:
                     if device in buffers:
                         buffers[device].delete()
                     buffers[device] = moved
                     continue
                 if device not in buffers:
-                    buffers[device] = jnp.zeros(whole, source.dtype, device=device)
+                    buffers[device] = jnp.zeros(shape, source.dtype, device=device)
                 buffers[device] = _overwrite(buffers[device], moved, offset)
             jax.block_until_ready([buffers[device] for device, *_ in parts])
         arrays = [buffers[device] for device in indices]

@@ -37,6 +37,7 @@ from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.trainer import loop
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run
+from spell_jax.trainer.rollout_params import SharedParams
 from tests import noise
 from tests.paths import ROOT
 
@@ -293,7 +294,7 @@ def test_rollout_weights_are_cast_anew_on_each_access(pair):
         pair.other.compute_dtype = "bfloat16"
     run = make_run(pair)
     states = runs.first_states(run)
-    params = runs.RolloutParams(run, states)
+    params = SharedParams(run, states)
     assert params["other"]["embedding"].dtype == "bfloat16"
     assert params["policy"]["embedding"].dtype == "float32"
     assert list(params) == ["policy", "other", "reference_reader"] and len(params) == 3

@@ -121,7 +121,7 @@ def test_all_mistakes_are_raised_at_once():
 
 
 def test_missing_questions_do_not_end_the_search():
-    fields = {"data.questions": "", "staleness": 1}
+    fields = {"data.questions": "", "staleness": 1, "loss.old_logprobs": "on_policy"}
     run, mistakes = collect_mistakes(noise.with_fields(load("eapo")[1], fields))
     assert run and {"data.questions", "loss.old_logprobs"} <= mistakes.keys()
 

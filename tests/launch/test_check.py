@@ -222,7 +222,11 @@ def test_warm_start_config_is_rejected() -> None:
 CONTEXT = {"mesh.fsdp": 1, "mesh.context": 4}
 MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"steps": 0}, "", r"steps = 0: must be at least 1"),
-    ({"staleness": 1}, "", r'loss.old_logprobs = "on_policy": must be "rollout"'),
+    (
+        {"staleness": 1, "loss.old_logprobs": "on_policy"},
+        "",
+        r'loss.old_logprobs = "on_policy": must be "rollout"',
+    ),
     ({"profile_steps": ("a",)}, "", r"profile_steps\[0\] = 'a': must be int"),
     ({"policy.remat": "all"}, "", r"policy.remat = 'all': must be one of"),
     (
@@ -364,18 +368,18 @@ def test_mistakes_of_all_sections_are_reported_at_once(tmp_path: pathlib.Path) -
 
 
 def test_all_mistakes_of_a_section_are_reported() -> None:
-    named = {"staleness": "loss.old_logprobs", "policy.rope_scaling": "policy.rope_factor"}
+    named = {"policy.rope_scaling": "policy.rope_factor"}
     for fields in (
         {"sampler.page_size": 0, "sampler.cache_dtype": "x", "sampler.top_p": 3.0},
         {"sampler.no_such": 1, "sampler.slots": 0},
         {"algorithm.group_size": 1, "algorithm.questioner.sigma": -1.0, "algorithm.no_such": 2},
         {"data.source": "no/such", "data.held_out": 2.0, "data.tasks": ()},
-        {"steps": 0, "staleness": 1, "checkpoint_every": 0},
+        {"steps": 0, "staleness": -1, "checkpoint_every": 0},
         {"packing.token_budget": 1, "packing.shared_prefix": "x"},
         {"optimizer.b1": 2.0, "optimizer.schedule": "x", "optimizer.no_such": 1},
         {"policy.remat": "x", "policy.attention": "x", "policy.compute_dtype": "x"},
         {"mesh.fsdp": 0, "mesh.tensor": 0, "mesh.rows": 2},
-        # The default of rope_factor and of old_logprobs does not fit the other field.
+        # The default of rope_factor does not fit the other field.
         {"policy.rope_scaling": "yarn", "data.tasks": ()},
         {"loss.old_logprobs": "x", "loss.clip_low": -1.0, "data.tasks": ()},
         {"algorithm.prompts": "no/such", "algorithm.group_size": 1, "seed": -1},

@@ -153,7 +153,7 @@ def test_extreme_ratios_stay_finite() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"old_logprobs": "old"}, r"loss\.old_logprobs = 'old': must be one of \('on_policy', "),
+        ({"old_logprobs": "old"}, r"loss\.old_logprobs = 'old': must be one of \('auto', "),
         ({"tis_cap": 0.9}, r"loss\.tis_cap = 0\.9: must be at least 1"),
         (
             {"tis_cap": 2.0, "old_logprobs": "rollout"},

@@ -165,6 +165,22 @@ def test_killed_process_ends_all_and_a_restart_resumes(killed, alone, policy, tm
     assert_same_run(tmp_path, alone, policy)
 
 
+def test_killed_split_run_of_two_processes_ends_like_one_process(policy, tmp_path) -> None:
+    """Each process trains and samples; process 1 is killed, and both start again."""
+    split = {"staleness": 1, "checkpoint_every": 2}
+
+    def arguments(workdir: pathlib.Path, rollout_devices: int) -> tuple[object, ...]:
+        settings = json.dumps(split | {"mesh.rollout_devices": rollout_devices})
+        return "train", policy, workdir, settings
+
+    succeed(1, *arguments(tmp_path / "one", 2))
+    ended = play(2, *arguments(tmp_path / "two", 1), killed=1)
+    assert [code for code, *_ in ended] == [peers.EXIT_CODE, -signal.SIGKILL]
+    assert "process 1 of 2" in ended[0][1] and "resumes from checkpoint 2" in ended[0][1]
+    succeed(2, *arguments(tmp_path / "two", 1))
+    assert_same_run(tmp_path / "two", tmp_path / "one", policy)
+
+
 # Metrics of decode slots, which are per device.
 DECODE_SLOTS = {f"rollout/sampler/{name}" for name in ("padded_group_slots", "starved_slots")}
 EXPERTS = {"qkv_bias": False, "qk_norm": True, "experts": 4, "experts_per_token": 2}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -12,14 +11,11 @@ import numpy as np
 import pytest
 from etils import epath
 
-from spell_jax.configs import tiny_eapo
 from spell_jax.policy import weights
-from spell_jax.question_sets import evidence_rows
 from spell_jax.reporting.episodes import choose_episodes
 from spell_jax.reporting.page import RunData, write_page
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.files.checkpoint import Checkpoints
-from spell_jax.runtime.files.jsonl import write_records
 from spell_jax.trainer import loop
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run
@@ -31,36 +27,13 @@ STEPS, REFRESH = 2, 2
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Iterator[Any]:
     """Yield a config with few questions per step and a reward model larger than the policy."""
-    folder = tmp_path_factory.mktemp("given")
-    for name, count in (("train", 12), ("held_out", 3)):
-        questions = evidence_rows.make_questions(count, count, (2, 3))
-        write_records(folder / f"{name}.jsonl", map(dataclasses.asdict, questions))
-    fields = {
-        "steps": STEPS,
-        "checkpoint_every": 1,
-        "policy.folder": str(noise.save_policy(folder / "policy")),
-        "reward_model.folder": str(noise.save_policy(folder / "reward_model", width=48)),
-        "data.questions": str(folder / "train.jsonl"),
-        "data.validation": str(folder / "held_out.jsonl"),
-        "algorithm.truncated": "score",  # random text seldom ends
-        "algorithm.questions": 8,
-        "algorithm.group_size": 3,
-        "algorithm.refresh_every": REFRESH,
-        "sampler.max_prompt": 128,
-        "sampler.kv_cache_tokens": 4096,
-        "sampler.slots": 16,
-        "sampler.prefill_tokens": 512,
-        "sampler.decode_tokens": 4,
-        "sampler.max_tokens": 6,
-        "packing.buckets": ((160, 24),),
-        "packing.token_budget": 640,
-    }
+    fields = {"steps": STEPS, "algorithm.refresh_every": REFRESH}
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
         noise.give_evidence_meaning(monkeypatch)
         noise.skip_plots(monkeypatch)
         noise.share_programs(monkeypatch)
-        yield noise.with_fields(tiny_eapo.get_config(), fields)
+        yield noise.small_eapo_config(tmp_path_factory.mktemp("given"), **fields)
 
 
 @pytest.fixture(scope="module")

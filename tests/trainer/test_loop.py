@@ -398,8 +398,8 @@ def test_chosen_step_is_profiled(uninterrupted_run):
 
 
 BAD = [
-    ("staleness", 2),
-    ("staleness", 1),  # of loss.old_logprobs "on_policy"
+    ("staleness", -1),
+    ("staleness", 2),  # without mesh.rollout_devices
     ("loss.tis_cap", 0.5),
     ("seed", -1),
     ("steps", 0),

@@ -22,7 +22,7 @@ from spell_jax.runtime.files.checkpoint import Checkpoints
 from spell_jax.trainer import loop
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run
-from spell_jax.trainer.rollouts import Rollout, Rollouts
+from spell_jax.trainer.rollouts import Rollout, SharedRollouts
 from spell_jax.trainer.step_update import StepUpdate
 from tests import noise, tiny
 
@@ -65,7 +65,7 @@ def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
 def rollout(policy) -> Rollout:
     """Take one step's rollout, which does not depend on the number of the step's updates."""
     run = make_run(make_config(policy, "rollout"))
-    rollout = Rollouts(run, lambda: False).take(runs.first_states(run), 1)
+    rollout = SharedRollouts(run, lambda: False).take(runs.first_states(run), 1)
     assert rollout and len(rollout.groups) > 2
     return rollout
 
@@ -213,7 +213,7 @@ def test_run_with_minibatches_resumes_bit_identically(policy, tmp_path):
             {"loss.old_logprobs": "on_policy"},
             r'loss\.old_logprobs = "on_policy": must be "recompute"',
         ),
-        ({"staleness": 1}, r"staleness = 1: must be 0 for minibatches = 2"),
+        ({"staleness": 1}, r"staleness = 1: must be 0 for minibatches = 2 without"),
     ],
 )
 def test_invalid_minibatch_settings_are_rejected(policy, overrides, message):

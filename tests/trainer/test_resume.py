@@ -21,9 +21,9 @@ from spell_jax.runtime.files.episodes import episode_files, read_episodes
 from spell_jax.runtime.hosts.preemption import Preempted
 from spell_jax.runtime.log import metrics as runtime_metrics
 from spell_jax.runtime.log.metrics import MetricsWriter, read_metrics
-from spell_jax.trainer import loop, run_files
+from spell_jax.trainer import loop, rollouts, run_files
 from spell_jax.trainer.build import make_run
-from spell_jax.trainer.rollouts import Rollouts
+from spell_jax.trainer.rollouts import SharedRollouts
 from spell_jax.trainer.state import States, copy
 from tests import noise
 from tests.slow import killed
@@ -127,7 +127,7 @@ def test_interrupted_rollout_is_repeated_identically(policy, monkeypatch) -> Non
             return len(calls) == stop_at
 
         calls.clear()
-        rollout = Rollouts(run, should_stop).take(states, step)
+        rollout = SharedRollouts(run, should_stop).take(states, step)
         return rollout and [json.dumps(line) for line in rollout.records()]
 
     record(1)
@@ -142,13 +142,13 @@ def test_interrupted_rollout_is_repeated_identically(policy, monkeypatch) -> Non
 
 def count_begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that collects the steps of rollouts from now on."""
-    begun, roll_out = [], Rollouts._roll_out
+    begun, make_rollout = [], rollouts.make_rollout
 
-    def roll_out_and_count(self, states, step, advance_update):
+    def make_and_count(run, params, step, *options):
         begun.append(step)
-        return roll_out(self, states, step, advance_update)
+        return make_rollout(run, params, step, *options)
 
-    monkeypatch.setattr(Rollouts, "_roll_out", roll_out_and_count)
+    monkeypatch.setattr(rollouts, "make_rollout", make_and_count)
     return begun
 
 
@@ -200,7 +200,7 @@ def lose_disk(
     monkeypatch: pytest.MonkeyPatch, workdir: pathlib.Path, step: int, number: int, written: bool
 ) -> None:
     """Let every write of new files to the workdir fail from the beginning of a step on."""
-    roll_out, mkdir, put = Rollouts._roll_out, os.mkdir, MetricsWriter._put
+    make_rollout, mkdir, put = rollouts.make_rollout, os.mkdir, MetricsWriter._put
 
     def fail(path, *arguments, **options):
         if os.fspath(path).startswith(f"{workdir}/"):
@@ -211,13 +211,13 @@ def lose_disk(
         time.sleep(0.5)  # known only when the checkpoint waits for it
         raise OSError(number, os.strerror(number))
 
-    def roll_out_and_fail(self, states, number, advance_update):
-        if number == step:
+    def make_and_fail(run, params, rollout_step, *options):
+        if rollout_step == step:
             monkeypatch.setattr(os, "mkdir", fail)
             monkeypatch.setattr(MetricsWriter, "_put", put if written else fail_to_put)
-        return roll_out(self, states, number, advance_update)
+        return make_rollout(run, params, rollout_step, *options)
 
-    monkeypatch.setattr(Rollouts, "_roll_out", roll_out_and_fail)
+    monkeypatch.setattr(rollouts, "make_rollout", make_and_fail)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from etils import epath
 
 from spell_jax.trainer import state
 from spell_jax.trainer.build import make_run
-from spell_jax.trainer.rollouts import Rollouts
+from spell_jax.trainer.rollouts import SharedRollouts
 from spell_jax.trainer.step_update import StepUpdate
 from tests import noise
 
@@ -20,7 +20,7 @@ def test_update_uses_the_experts_of_the_rollout(tmp_path, monkeypatch) -> None:
     policy = noise.save_policy(tmp_path / "policy", **parts)
     run = make_run(noise.small_config(policy, **{"loss.routing": "sampled"}))
     states = state.first_states(run)
-    rollout = Rollouts(run, lambda: False).take(states, 1)
+    rollout = SharedRollouts(run, lambda: False).take(states, 1)
     assert rollout
     assert {group.name for group in rollout.groups} > {"responder"}
     for group in rollout.groups:

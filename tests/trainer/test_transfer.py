@@ -50,8 +50,8 @@ def test_copies_equal_the_weights_on_the_other_mesh(shape, piece_bytes, training
         assert copy.sharding == shardings(mesh)[name] and copy.dtype == tree[name].dtype
         np.testing.assert_array_equal(copy, tree[name])
     newer = jax.tree.map(lambda x: x + 1, source)
-    kept = transfer(newer, copies)
-    for name, copy in kept.items():
+    newer_copies = transfer(newer, copies)
+    for name, copy in newer_copies.items():
         assert copies[name].is_deleted() or copies[name].ndim == 0
         np.testing.assert_array_equal(copy, newer[name])
     # The weights themselves stay where they are.

@@ -402,7 +402,7 @@ def fetch_global(array: Any) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def exchanging_on(devices: Sequence[jax.Device]) -> Iterator[None]:
+def exchanging_on(devices: Sequence[Any]) -> Iterator[None]:
     """Exchange data over the first of `devices` of each process, in this thread and block.
 
     By default the exchanges run on each process's first device.
@@ -420,19 +420,19 @@ def exchanging_on(devices: Sequence[jax.Device]) -> Iterator[None]:
 _thread = threading.local()  # `devices`: the devices of a thread's exchanges, one of each process
 
 
-def _exchange_devices() -> tuple[jax.Device, ...]:
+def _exchange_devices() -> tuple[Any, ...]:
     """Return the device of each process on which this thread's exchanges run."""
     return getattr(_thread, "devices", None) or _first_devices(jax.devices())
 
 
-def _first_devices(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
+def _first_devices(devices: Sequence[Any]) -> tuple[Any, ...]:
     """Return the first device of each process, in process order."""
     by_process = {device.process_index: device for device in reversed(devices)}
     return tuple(by_process[index] for index in sorted(by_process))
 
 
 @functools.cache
-def _all_gather(devices: tuple[jax.Device, ...]) -> tuple[NamedSharding, jax.stages.Wrapped]:
+def _all_gather(devices: tuple[Any, ...]) -> tuple[NamedSharding, jax.stages.Wrapped]:
     """Return the sharding of rows, one on each device, and a program that gathers all rows."""
     mesh = Mesh(np.array(devices), ("hosts",))
     rows, replicated = (NamedSharding(mesh, PartitionSpec(axis)) for axis in ("hosts", None))
