@@ -104,7 +104,8 @@ def make_update_fns(spec: UpdateSpec, mesh: jax.sharding.Mesh) -> UpdateFns:
     )
 
     def empty_carry() -> Carry:
-        return zeros(), jax.device_put(_empty_sums(spec), replicated)
+        sums = _empty_sums(spec)
+        return zeros(), meshes.device_put(sums, jax.tree.map(lambda _: replicated, sums))
 
     def random(key: jax.Array, part: str) -> Params:
         shardings = param_shardings if part == "trained" else frozen_shardings

@@ -33,11 +33,15 @@ STEPS = several_hosts.STEPS
 
 
 def play(
-    processes: int, *arguments: object, devices: int = DEVICES, killed: int | None = None
+    processes: int,
+    *arguments: object,
+    devices: int = DEVICES,
+    killed: int | None = None,
+    step: int = STEPS,
 ) -> list[tuple[int, str, float]]:
     """Run on `devices` devices; return (exit code, standard error, end time) of each process.
 
-    Process `killed` is killed after the last update, before it is saved.
+    Process `killed` is killed after the update of `step`, before it is saved.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -55,7 +59,7 @@ def play(
             command,
             env=common
             | ({"SPELL_PROCESS": str(index)} if processes > 1 else {})
-            | ({fault_injection.VARIABLE: f"updated:{STEPS}"} if index == killed else {}),
+            | ({fault_injection.VARIABLE: f"updated:{step}"} if index == killed else {}),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -104,12 +108,13 @@ def assert_same_run(
     other_workdir: pathlib.Path,
     policy: pathlib.Path,
     ignored: Set[str] = frozenset(),
+    steps: int = STEPS,
 ) -> None:
     """Assert equal episodes (bytes), metrics (up to rounding, no times), weights (to 1e-5)."""
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         name = f"episodes/step_{step:06d}.jsonl.gz"
         assert (workdir / name).read_bytes() == (other_workdir / name).read_bytes(), name
-    assert_same_learning(workdir, other_workdir, policy, ("policy", "best"), ignored)
+    assert_same_learning(workdir, other_workdir, policy, ("policy", "best"), ignored, steps)
 
 
 def assert_same_learning(
@@ -118,12 +123,13 @@ def assert_same_learning(
     policy: pathlib.Path,
     folders: Sequence[str],
     ignored: Set[str] = frozenset(),
+    steps: int = STEPS,
 ) -> None:
     """Assert as assert_same_run does, without the episodes; the metrics `ignored` may differ."""
     lines, expected_lines = (
         list(map(noise.steady, read_metrics(run))) for run in (workdir, other_workdir)
     )
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
     for line, expected_line in zip(lines, expected_lines, strict=True):
         assert line.keys() == expected_line.keys() and line.keys() >= ignored
         for key in line.keys() - ignored:
@@ -167,18 +173,18 @@ def test_killed_process_ends_all_and_a_restart_resumes(killed, alone, policy, tm
 
 def test_killed_split_run_of_two_processes_ends_like_one_process(policy, tmp_path) -> None:
     """Each process trains and samples; process 1 is killed, and both start again."""
-    split = {"staleness": 1, "checkpoint_every": 2}
+    split = {"staleness": 2, "checkpoint_every": 4, "steps": 5}
 
     def arguments(workdir: pathlib.Path, rollout_devices: int) -> tuple[object, ...]:
         settings = json.dumps(split | {"mesh.rollout_devices": rollout_devices})
         return "train", policy, workdir, settings
 
     succeed(1, *arguments(tmp_path / "one", 2))
-    ended = play(2, *arguments(tmp_path / "two", 1), killed=1)
+    ended = play(2, *arguments(tmp_path / "two", 1), killed=1, step=5)
     assert [code for code, *_ in ended] == [peers.EXIT_CODE, -signal.SIGKILL]
-    assert "process 1 of 2" in ended[0][1] and "resumes from checkpoint 2" in ended[0][1]
+    assert "process 1 of 2" in ended[0][1] and "resumes from checkpoint 4" in ended[0][1]
     succeed(2, *arguments(tmp_path / "two", 1))
-    assert_same_run(tmp_path / "two", tmp_path / "one", policy)
+    assert_same_run(tmp_path / "two", tmp_path / "one", policy, steps=5)
 
 
 # Metrics of decode slots, which are per device.
