@@ -13,8 +13,7 @@ from spell_jax.reporting import paired, run_report, tables
 from spell_jax.runtime.files.jsonl import read_json, write_json
 from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.trainer.build import Run
-from spell_jax.trainer.rollout_params import Params
-from spell_jax.trainer.state import States, save_model
+from spell_jax.trainer.state import Params, States, save_model
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from spell_jax.learner import packing
 from spell_jax.runtime.finite import check_finite, is_finite
 from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.trainer.build import Run
-from spell_jax.trainer.rollout_params import Params, params_source
-from spell_jax.trainer.state import States
+from spell_jax.trainer.state import Params, SharedParams, States
 
 _SHOWN = 200  # characters of a question or of its scores in a message
 
@@ -103,14 +102,14 @@ class Rollouts(contextlib.AbstractContextManager, abc.ABC):
     """Source of rollouts, and of the weights that they sample from; a context of the loop.
 
     Rollouts of later steps may be made ahead of the loop: `look_ahead` says when.
-
-    Attributes:
-      params: function from states to the weights of sampled models.
     """
 
     def __init__(self, run: Run, should_stop: Callable[[], bool]):
         self._run, self._should_stop = run, should_stop
-        self.params = params_source(run)
+
+    @abc.abstractmethod
+    def params(self, states: States) -> Params:
+        """Return the weights that the worker samples from, by model name."""
 
     @property
     @abc.abstractmethod
@@ -166,6 +165,9 @@ class SharedRollouts(Rollouts):
     """Rollouts on the devices that also train; with config.staleness = 1 during updates."""
 
     _ahead: Rollout | None = None
+
+    def params(self, states: States) -> Params:
+        return SharedParams(self._run, states)
 
     def __exit__(self, *error: object) -> None:
         pass

@@ -22,9 +22,9 @@ from typing import Any
 
 from spell_jax.runtime.hosts import distributed
 from spell_jax.trainer.build import Run
-from spell_jax.trainer.rollout_params import Params
 from spell_jax.trainer.rollouts import Rollout, Rollouts, make_rollout
-from spell_jax.trainer.state import States
+from spell_jax.trainer.split_params import SplitParams
+from spell_jax.trainer.state import Params, States
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class SplitRollouts(Rollouts):
 
     def __init__(self, run: Run, should_stop: Callable[[], bool]):
         super().__init__(run, should_stop)
+        self._copies = SplitParams(run)
         self._pending: deque[_Job] = deque()  # not taken yet
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._is_closing = False
@@ -67,6 +68,9 @@ class SplitRollouts(Rollouts):
         self._queue.put(None)
         # The thread may wait for an external judge; as a daemon it does not keep the process alive.
         self._thread.join(_PATIENCE_S)
+
+    def params(self, states: States) -> Params:
+        return self._copies(states)
 
     @property
     def has_next(self) -> bool:

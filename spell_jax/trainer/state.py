@@ -1,4 +1,4 @@
-"""The states of a run: first, restored and saved ones.
+"""The states of a run: first, restored and saved ones, and the weights that a rollout uses.
 
 The names of a run's models: "policy", the algorithm's `model_names`, and the loss's "reference". A
 model with a section of the config starts from its own folder. All others start as frozen copies of
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,9 @@ from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER
 from spell_jax.trainer.build import Model, Run
 
 log = logging.getLogger(__name__)
+
+# Weights in the compute dtype by model name, as a rollout looks them up (RolloutWorker.start_step).
+Params = Mapping[str, transformer.Params]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,3 +235,23 @@ def renew_copies(run: Run, states: States, step: int) -> States:
     due = run.config.algorithm.renewed_copies(step)
     renewed = {name: copy(states.params("policy")) for name in run.copies if name in due}
     return dataclasses.replace(states, frozen={**states.frozen, **renewed})
+
+
+class SharedParams(Params):
+    """Weights in the compute dtype by model name, for a rollout that ends before its update does.
+
+    Each lookup casts anew, so a caller that drops one model's weights before it looks up another's
+    needs the memory of one.
+    """
+
+    def __init__(self, run: Run, states: States):
+        self._run, self._states = run, states
+
+    def __getitem__(self, name: str) -> transformer.Params:
+        return self._run.model(name).learner.cast(self._states.params(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._states.tree())
+
+    def __len__(self) -> int:
+        return len(self._states.tree())

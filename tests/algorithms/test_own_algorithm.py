@@ -37,7 +37,7 @@ from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.trainer import loop
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run
-from spell_jax.trainer.rollout_params import SharedParams
+from spell_jax.trainer.state import SharedParams
 from tests import noise
 from tests.paths import ROOT
 

@@ -22,7 +22,7 @@ from spell_jax.runtime.hosts import distributed
 from spell_jax.runtime.hosts.preemption import Preempted
 from spell_jax.runtime.log.metrics import Metrics, read_metrics
 from spell_jax.runtime.log.run_logger import PhaseTimer
-from spell_jax.trainer import loop, rollouts, split_rollouts
+from spell_jax.trainer import loop, split_rollouts
 from spell_jax.trainer.rollouts import Rollout
 from spell_jax.trainer.split_rollouts import SplitRollouts
 from tests import noise
@@ -74,7 +74,7 @@ def make_rollouts(monkeypatch) -> Callable[..., Any]:
         monkeypatch.setattr(split_rollouts, "make_rollout", run.make_rollout)
         return SplitRollouts(run, should_stop)
 
-    monkeypatch.setattr(rollouts, "params_source", lambda run: lambda name: {"policy": name})
+    monkeypatch.setattr(split_rollouts, "SplitParams", lambda run: lambda name: {"policy": name})
     return make
 
 

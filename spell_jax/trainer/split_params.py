@@ -1,48 +1,12 @@
-"""Weights of the models that a rollout samples from, as the worker looks them up by name.
-
-`SharedParams` casts the weights of states where they lie. With mesh.rollout_devices,
-`SplitParams` copies them to the devices that sample (transfer.py).
-"""
+"""Copies of the sampled models' weights on the sampling devices (mesh.rollout_devices)."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping
 
 from spell_jax.learner.update import weight_shardings
 from spell_jax.policy import lora, transformer
 from spell_jax.trainer.build import Model, Run
-from spell_jax.trainer.state import States
+from spell_jax.trainer.state import Params, States
 from spell_jax.trainer.transfer import Transfer
-
-# Weights by model name, for RolloutWorker.start_step.
-Params = Mapping[str, transformer.Params]
-
-
-def params_source(run: Run) -> Callable[[States], Params]:
-    """Return the function from a run's states to the weights that its worker samples from."""
-    if run.config.mesh.rollout_devices:
-        return SplitParams(run)
-    return lambda states: SharedParams(run, states)
-
-
-class SharedParams(Params):
-    """Weights in the compute dtype by model name, for a rollout that ends before its update does.
-
-    Each lookup casts anew, so a caller that drops one model's weights before it looks up another's
-    needs the memory of one.
-    """
-
-    def __init__(self, run: Run, states: States):
-        self._run, self._states = run, states
-
-    def __getitem__(self, name: str) -> transformer.Params:
-        return self._run.model(name).learner.cast(self._states.params(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._states.tree())
-
-    def __len__(self) -> int:
-        return len(self._states.tree())
 
 
 class SplitParams:
