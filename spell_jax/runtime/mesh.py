@@ -162,7 +162,7 @@ def with_sharding(tree: Any, shardings: Any) -> Any:
 
 def device_put(tree: Any, shardings: Any) -> Any:
     """Put numpy arrays that are equal on every host onto devices."""
-    # With several hosts jax.device_put would first compare the arrays between hosts, on all devices:
+    # With several hosts jax.device_put would first compare the arrays of all hosts, on all devices:
     # it would wait for running device work, and meet programs of a thread with its own devices.
     if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
         return jax.device_put(tree, shardings)
