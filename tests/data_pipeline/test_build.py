@@ -76,6 +76,7 @@ def files_of(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
 
 
+@pytest.mark.slow
 def test_every_input_file_is_accounted_for(finished_build):
     """Every file ends up in a cluster, whole or cut, or is listed or counted as removed."""
     manifest, out = finished_build
@@ -101,6 +102,7 @@ def test_every_input_file_is_accounted_for(finished_build):
     assert manifest["sources"]["web"].keys() >= {"copy-0.txt", "short.txt", "long.txt"}
 
 
+@pytest.mark.slow
 def test_duplicates_and_contaminated_texts_are_removed(finished_build):
     clusters = built.BuiltClusters(finished_build[1])
     texts = [t for c in clusters.read(list(clusters.tasks)) for t in c.documents]
@@ -112,6 +114,7 @@ def test_duplicates_and_contaminated_texts_are_removed(finished_build):
     ]
 
 
+@pytest.mark.slow
 def test_clusters_share_a_topic_and_tasks_have_equal_counts(finished_build):
     manifest, out = finished_build
     assert len(set(manifest["clusters"].values())) == 1 and len(manifest["clusters"]) == 3
@@ -123,6 +126,7 @@ def test_clusters_share_a_topic_and_tasks_have_equal_counts(finished_build):
         assert (max(topics) >= 6) == (task_cluster.tasks == ("financial_math",))
 
 
+@pytest.mark.slow
 def test_trainer_streams_batches_from_the_build(finished_build):
     source = built.open_source(
         finished_build[1],
@@ -137,6 +141,7 @@ def test_trainer_streams_batches_from_the_build(finished_build):
     assert all(len(t.split()) <= 64 for _, task_cluster in batch for t in task_cluster.documents)
 
 
+@pytest.mark.slow
 def test_report_lists_removals_and_has_seven_plots(finished_build):
     page = (finished_build[1] / "report.html").read_text()
     for part in ("of another type", "odd.bin", "exam:question", "1-07.txt", "near duplicate"):

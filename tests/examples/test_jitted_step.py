@@ -196,6 +196,7 @@ def check(**sizes: int) -> None:
         assert steps[-1].metrics[name] == expected
 
 
+@pytest.mark.slow
 def test_jitted_step_equals_the_trainers_update():
     check()
 

@@ -370,7 +370,7 @@ needs_xmanager = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_xmanager
 def test_local_executor_trains_and_continues_after_a_failure(tmp_path):
     workdir = tmp_path / "sweep"

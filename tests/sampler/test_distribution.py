@@ -139,6 +139,7 @@ def test_first_tokens_follow_the_exact_distribution(case: str) -> None:
     assert freedom > 3 and stats.chi2.sf(squares, freedom) > LEAST_P
 
 
+@pytest.mark.long
 @every_case
 def test_second_tokens_follow_the_exact_conditional_distribution(case: str) -> None:
     """Sum one chi-square for each first token that was sampled often."""

@@ -402,6 +402,7 @@ def test_only_the_last_json_blocks_are_tried(monkeypatch: pytest.MonkeyPatch) ->
     assert parse(good + wrong * (json_records.MOST_BLOCKS - 1)).status == "accepted"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("linear")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parsers_are_linear_on_100_kb_texts(family: str) -> None:

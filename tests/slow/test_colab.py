@@ -118,6 +118,7 @@ def outputs_of(notebook: nbformat.NotebookNode, words: str) -> dict[str, str]:
     return outputs
 
 
+@pytest.mark.long
 def test_notebook_shows_the_cluster_and_every_roles_prompt(executed):
     documents = outputs_of(executed[0], "make_clusters(")["printed"].splitlines()
     assert len(documents) == 8 and all(re.match(r"- \w+ \w+ \d+ \d+ \w+$", d) for d in documents)
@@ -131,6 +132,7 @@ def test_notebook_shows_the_cluster_and_every_roles_prompt(executed):
     assert "Oslo" in of_role["verifier"] and "Fjordton" in of_role["verifier"]
 
 
+@pytest.mark.long
 def test_notebook_trains_the_policy(executed):
     notebook, workdir = executed
     printed = outputs_of(notebook, '"--config=configs/tiny.py"')["printed"]
@@ -141,10 +143,12 @@ def test_notebook_trains_the_policy(executed):
     assert all("eval/responder" in record for record in records)
 
 
+@pytest.mark.long
 def test_notebook_plots_the_metrics(executed):
     assert outputs_of(executed[0], "plt.show()")["image/png"]
 
 
+@pytest.mark.long
 def test_notebook_shows_accuracies_before_and_after(executed):
     rows = rows_of(outputs_of(executed[0], "responder accuracy, by documents")["text/markdown"])
     assert [row[0] for row in rows] == ["3", "8", "12", "16"]
@@ -158,6 +162,7 @@ def rows_of(table: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
 
 
+@pytest.mark.long
 def test_notebook_shows_answers_of_both_policies(executed):
     output = outputs_of(executed[0], "answers_before, answers_after, strict")
     rows = rows_of(output["text/markdown"])
@@ -166,12 +171,14 @@ def test_notebook_shows_answers_of_both_policies(executed):
     assert len(answers) > 4  # answers differ between questions
 
 
+@pytest.mark.long
 def test_notebook_shows_questioner_and_verifier_outputs(executed):
     printed = outputs_of(executed[0], "proposal, verdict = ask(")["printed"]
     assert re.search(r'^questioner: .*\{"question":"', printed, re.MULTILINE)
     assert re.search(r"^verifier: .*\[\[(YES|NO)\]\]", printed, re.MULTILINE)
 
 
+@pytest.mark.long
 def test_notebook_trains_a_real_policy(executed):
     """A format stage and self-distillation, of one update each, on articles of SQuAD."""
     notebook, workdir = executed

@@ -155,7 +155,8 @@ def test_four_processes_train_like_one(alone, policy, tmp_path) -> None:
     assert_same_run(tmp_path, alone, policy)
 
 
-@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [0, 1])
 def test_killed_process_ends_all_and_a_restart_resumes(killed, alone, policy, tmp_path) -> None:
     ended = play(2, "train", policy, tmp_path, killed=killed)
     (code, *_, died), (left, error, end) = ended[killed], ended[1 - killed]
@@ -192,17 +193,14 @@ DECODE_SLOTS = {f"rollout/sampler/{name}" for name in ("padded_group_slots", "st
 EXPERTS = {"qkv_bias": False, "qk_norm": True, "experts": 4, "experts_per_token": 2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("parts", "settings", "per_host"),
     [
         pytest.param({}, {}, False, id="dense"),
-        pytest.param({}, {}, True, id="fewer_devices", marks=pytest.mark.long),
+        pytest.param({}, {}, True, id="fewer_devices"),
         pytest.param(
-            EXPERTS,
-            {"mesh.context": 2, "mesh.expert": 2},
-            False,
-            id="experts_and_context",
-            marks=pytest.mark.long,
+            EXPERTS, {"mesh.context": 2, "mesh.expert": 2}, False, id="experts_and_context"
         ),
     ],
 )

@@ -65,6 +65,7 @@ def assert_same(first, second) -> None:
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
+@pytest.mark.slow
 def test_export_of_the_last_checkpoint_equals_the_policy_folder(run, tmp_path) -> None:
     assert export(run, tmp_path / "out", dtype="float32") == 2
     assert_same(load(tmp_path / "out"), load(run / "policy"))
@@ -177,6 +178,7 @@ def test_adapter_checkpoint_holds_only_adapters(adapted, run) -> None:
     assert size(adapted) < size(run) / 5
 
 
+@pytest.mark.slow
 def test_invalid_export_arguments_are_rejected(run, tmp_path) -> None:
     out = tmp_path / "out"
     with pytest.raises(FileNotFoundError, match=r"config\.json: not there"):
