@@ -6,7 +6,7 @@
 
 1. The architecture comes from a Hugging Face config.json, which ships for the paper's models. No
    weights are read and no array is allocated: every argument is a shape with a sharding.
-2. The trainer's own Learner and Sampler are built on the config's mesh over the slice's devices.
+2. The trainer's own Learner and Sampler are built on the config's meshes over the slice's devices.
    Their jitted functions are lowered for P = --length prompt tokens and
    G = config.algorithm.group_size answers of S = config.sampler.max_tokens tokens each. A training
    row has P + G S tokens.
@@ -47,6 +47,7 @@ from ml_collections import config_flags
 
 from launch import topologies
 from spell_jax.algorithms import registry
+from spell_jax.config import RunMeshConfig
 from spell_jax.learner import packing, shapes, update
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
@@ -134,7 +135,8 @@ class RunPrograms:
     """The jitted programs of a run, with abstract sharded arguments instead of arrays.
 
     `mesh` may be abstract; `length` is P, at least 1. Training rows have the shape of `bucket`, by
-    default one prompt of P tokens with its answers.
+    default one prompt of P tokens with its answers. `rollout_mesh` is the mesh of
+    prefill and decode with mesh.rollout_devices; without, they run on `mesh`.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class RunPrograms:
         mesh: jax.sharding.Mesh,
         length: int,
         bucket: packing.Bucket | None = None,
+        rollout_mesh: jax.sharding.Mesh | None = None,
     ):
         """Check the config's sections and build Learner and Sampler."""
         if length < 1:
@@ -152,6 +155,7 @@ class RunPrograms:
         layout = build(packing.PackingConfig, config.packing, "packing")
         optimizer = build(OptimizerConfig, config.optimizer, "optimizer", total_steps=config.steps)
         self.config, self.policy, self.mesh = config, policy, mesh
+        self.meshes = topologies.Meshes(mesh, rollout_mesh)
         self.algorithm = registry.read_algorithm(config.algorithm, needs_judge=False)
         self.group = config.algorithm.get("group_size", 2)  # LongPO has pairs
         policy.check_length(length + sampling.max_tokens)
@@ -174,18 +178,19 @@ class RunPrograms:
             policy,
             dataclasses.replace(sampling, max_prompt=length),
             (0,),
-            mesh,
+            self.meshes.sampling,
             record_experts=self.learner.loss.routing == "sampled",
             has_dropout=self.algorithm.has_dropout,
         )
         self.lane = self.sampler.shape.lane_of(self.group)
         shapes, axes = transformer.abstract_params(policy)
         dtype = self.learner.compute_dtype.name
-        self.rollout_params = meshes.with_sharding(
-            jax.eval_shape(functools.partial(int8.cast, dtype=dtype), shapes),
-            meshes.shardings(mesh, axes, shapes),
+        params = jax.eval_shape(functools.partial(int8.cast, dtype=dtype), shapes)
+        self.rollout_params, training_params = (
+            meshes.with_sharding(params, meshes.shardings(m, axes, shapes))
+            for m in (self.meshes.sampling, mesh)
         )
-        self.trained, self.frozen = lora.split(policy, self.rollout_params)
+        self.trained, self.frozen = lora.split(policy, training_params)
         self.state = self.learner.fns.abstract_state
 
     def select(self, phase: str) -> list[Program]:
@@ -214,15 +219,16 @@ class RunPrograms:
 
     def _sampling(self, name: str, tokens: tuple[int, ...], function, batch) -> Program:
         """Make a sampler program; its arguments are weights, sampler state and call arrays."""
-        state = jax.eval_shape(lambda: self.sampler.init_state(self.learner.compute_dtype))
-        state = meshes.with_sharding(state, self.sampler.shardings)
-        params, resident = self.sampler.abstract_params(self.rollout_params), self._state_and_copies
+        state = self.sampler_state
+        params, resident = self.sampler.abstract_params(self.rollout_params), self._beside_sampling
         if params is not self.rollout_params:  # the full-precision kernels stay resident as well
             resident += bytes_per_chip(int8.kernels(self.rollout_params))
         batch = batching.pack(batch, self.sampler.shards)
-        rows = meshes.with_sharding(batch.rows, meshes.by_rows(self.mesh))
+        rows = meshes.with_sharding(batch.rows, meshes.by_rows(self.meshes.sampling))
         batch = dataclasses.replace(batch, rows=rows)
-        return Program(name, tokens, resident, function, (params, state, batch), self.mesh)
+        return Program(
+            name, tokens, resident, function, (params, state, batch), self.meshes.sampling
+        )
 
     def _logprob(self) -> Program:
         # Recomputed old logprobs and logprobs of a reference model come from this program.
@@ -239,13 +245,16 @@ class RunPrograms:
         # Only the KL penalty runs the reference inside the update. Preferences and distillation
         # score it before the first micro-batch.
         reference = self.trained if learner.loss.kl_weight else None
-        arguments = (self.trained, self.frozen, self._carry(), batch, reference)
+        arguments = (self.trained, self.frozen, self.carry(), batch, reference)
         shape, function = batch.tokens.shape, learner.fns.accumulate
         resident = self._state_and_copies
+        if self.is_interleaved:
+            sampled, _ = lora.split(self.policy, self.rollout_params)
+            resident += bytes_per_chip((sampled, self.sampler_state))
         return Program("accumulate", shape, resident, function, arguments, self.mesh)
 
     def _apply(self) -> Program:
-        gradients, sums = self._carry()
+        gradients, sums = self.carry()
         # The state is an argument here. Compute-dtype weights are dropped, and cast anew after it.
         resident = self._copies + bytes_per_chip(self.frozen)
         arguments = (self.state, gradients, sums["loss"])
@@ -257,17 +266,23 @@ class RunPrograms:
         batch = packing.empty_micro_batch(self.bucket, rows, self.learner.no_experts)
         return _uniform(batch, meshes.by_rows_and_time(self.mesh))
 
-    def _carry(self) -> Any:
+    def carry(self) -> Any:
         """Return the abstract accumulated gradients and sums, with shardings."""
         gradients, sums = jax.eval_shape(self.learner.fns.empty_carry)
         gradients = meshes.with_sharding(gradients, self.learner.fns.param_shardings)
         return gradients, _uniform(sums, meshes.replicated(self.mesh))
 
     @property
+    def sampler_state(self) -> Any:
+        """The sampler's abstract pages and slots, with shardings."""
+        state = jax.eval_shape(lambda: self.sampler.init_state(self.learner.compute_dtype))
+        return meshes.with_sharding(state, self.sampler.shardings)
+
+    @property
     def _copies(self) -> int:
         """Bytes per chip of the float32 copies of the policy (frozen reader, KL reference).
 
-        The compute-dtype policy is among a program's arguments (RolloutParams, trainer/state.py).
+        The compute-dtype policy is among a program's arguments (trainer/rollout_params.py).
         """
         copies = self.learner.loss.needs_reference + len(self.algorithm.frozen_copies)
         return copies * bytes_per_chip(self.state.params)
@@ -275,6 +290,41 @@ class RunPrograms:
     @property
     def _state_and_copies(self) -> int:
         return bytes_per_chip(self.state) + self._copies
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether a rollout runs between the micro-batches of an update, on the same chips."""
+        return bool(self.config.staleness) and not self.meshes.are_split
+
+    @property
+    def _beside_sampling(self) -> int:
+        """Bytes per sampling chip that the trainer holds besides arguments of prefill and decode.
+
+        On chips of their own: weights in the compute dtype, older ones and frozen copies
+        (SplitParams, trainer/rollout_params.py).
+        """
+        if self.meshes.are_split:
+            trained, _ = lora.split(self.policy, self.rollout_params)
+            copies = len(self.algorithm.frozen_copies) + self._older_copies
+            older = self._older_sets * bytes_per_chip(trained)
+            return older + copies * bytes_per_chip(self.rollout_params)
+        resident = self._state_and_copies
+        if self.is_interleaved:
+            reference = self.trained if self.learner.loss.kl_weight else None
+            resident += bytes_per_chip((self.carry(), self.trained, reference))
+        return resident
+
+    @property
+    def _older_sets(self) -> int:
+        """Most sets of older weights on the sampling chips: one for each update that they lack."""
+        return 0 if self.config.mesh.transfer == "in_place" else self.config.staleness
+
+    @property
+    def _older_copies(self) -> int:
+        """Most frozen copies on the sampling chips that are renewed, but still in use."""
+        names, steps = self.algorithm.frozen_copies, range(1, self.config.steps + 1)
+        renewed = [sum(n in names for n in self.algorithm.renewed_copies(step)) for step in steps]
+        return max(sum(renewed[i : i + self._older_sets]) for i in range(len(renewed)))
 
 
 def _uniform(tree: Any, sharding: jax.sharding.Sharding) -> Any:
@@ -417,25 +467,18 @@ def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:
 
 
 def report_programs(programs: list[Program], hbm: int, where: dict[str, Any]) -> bool:
-    """Print one JSON line per program, with the fields of `where`; return whether all fit."""
+    """Print a JSON line per program, with its mesh and `where`; return whether all fit."""
     fits = []
     for program in programs:
         line = measure_program(program, hbm)
-        print(json.dumps(where | line), flush=True)
+        print(json.dumps(where | {"mesh": dict(program.mesh.shape)} | line), flush=True)
         fits.append(line["fits"])
     return all(fits)
 
 
-def make_mesh(config: Config, topology: topologies.Topology) -> jax.sharding.Mesh:
-    """Make the config's mesh over the slice's devices, as the trainer would on that slice."""
-    devices = topologies.devices(topology)
-    try:
-        return meshes.make_mesh(config.mesh, devices)
-    except NotImplementedError as error:  # raised by jax.make_mesh
-        raise ValueError(
-            f"mesh = {dict(config.mesh)}: each axis must be a product of physical ones of "
-            f"{topology.name}, which are {topology.shape}"
-        ) from error
+def read_mesh(config: Config) -> RunMeshConfig:
+    """Read the config's section of meshes; ValueError for a mistake in it."""
+    return build(RunMeshConfig, config.mesh, "mesh")
 
 
 def read_program(path: str, mesh: jax.sharding.Mesh) -> Program:
@@ -505,12 +548,13 @@ def main(_) -> None:
         topology = topologies.find(flags.FLAGS.topology, *topologies.GPUS)
         mesh = meshes.make_mesh(None, topologies.devices(topology))
         programs = [read_program(flags.FLAGS.program, mesh)]
-        where = {"topology": topology.name, "mesh": dict(mesh.shape)}
+        where = {"topology": topology.name}
     else:
         config, policy, topology, length = read_flags(*topologies.GPUS)
-        mesh = make_mesh(config, topology)
-        programs = RunPrograms(config, policy, mesh, length).select(flags.FLAGS.phase)
-        where = {"topology": topology.name, "mesh": dict(mesh.shape), "layers": policy.layers}
+        mesh, rollout_mesh = topologies.make_meshes(topology, read_mesh(config))
+        run = RunPrograms(config, policy, mesh, length, rollout_mesh=rollout_mesh)
+        programs = run.select(flags.FLAGS.phase)
+        where = {"topology": topology.name, "layers": policy.layers}
     entry.setup_done()
     sys.exit(0 if report_programs(programs, topology.hbm, where) else 1)
 

@@ -20,13 +20,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import pathlib
 import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -35,8 +34,7 @@ from absl import flags
 from etils import epath
 from ml_collections import config_flags
 
-from launch import plan, topologies
-from launch.topologies import GIB
+from launch import device_checks, plan, topologies
 from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.config import (
     RunConfig,
@@ -68,7 +66,6 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, changes
 from spell_jax.runtime.files import hashes, paths
 from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER, CONFIG_FILE
-from spell_jax.sampler import kv_cache
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.page_groups import page_groups
 from spell_jax.selfplay.given_questions import read_scorable
@@ -93,7 +90,7 @@ class Checked:
     remarks: list[str] = dataclasses.field(default_factory=list)  # allowed, maybe unintended
     missing: list[str] = dataclasses.field(default_factory=list)  # fields to fill in before the run
     topology: topologies.Topology | None = None
-    mesh: Any = None
+    meshes: topologies.Meshes | None = None
     folder: pathlib.Path | None = None  # of the policy
     policy: PolicyConfig | None = None  # with the config's changes
     plan: plan.MemoryPlan | None = None  # for the largest micro-batches
@@ -107,8 +104,14 @@ class Checked:
 
     @property
     def context(self) -> int:
-        """Shards of a row's tokens; 1 without a mesh."""
-        return 1 if self.mesh is None else meshes.context_shards(self.mesh)
+        """Shards of a training row's tokens; 1 without a mesh."""
+        return 1 if self.meshes is None else meshes.context_shards(self.meshes.training)
+
+    @property
+    def row_shards(self) -> int:
+        """Shards of the rows of a training batch."""
+        assert self.meshes
+        return meshes.row_shards(self.meshes.training)
 
     def attempt(
         self, field: str, make: Callable[..., T], *arguments: Any, **options: Any
@@ -125,18 +128,10 @@ class Checked:
             text = str(error) if isinstance(error, _USER_ERRORS) else repr(error)
         first = re.match(r"[a-z_]+\b(?=\.| = |:|\[)", text)
         if not first or first[0] not in (*self.config, "topology", "workdir"):
-            text = f"{_with_value(self.config, field)}: {text}"
+            text = f"{device_checks.with_value(self.config, field)}: {text}"
         if text not in self.mistakes:  # two functions may check the same field
             self.mistakes.append(text)
         return None
-
-
-def _with_value(config: Config, field: str) -> str:
-    """Format a field as "dotted.name = value", and a section as its name alone."""
-    value = config
-    for name in field.split("."):
-        value = value.get(name, {})
-    return field if hasattr(value, "items") else f"{field} = {value!r}"
 
 
 # ----------------------------------------------------------------------------------------- Checks
@@ -172,7 +167,7 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     _check_devices(checked, topology)
     if len(checked.mistakes) == before:
         checked.plan = attempt("mesh", _plan, checked, run)
-        attempt("mesh", _check_memory, checked.plan)
+        attempt("mesh", device_checks.check_memory, checked.plan)
     for line in mistakes.values():
         if line.startswith("data."):
             is_missing = line.startswith(("data.source = '': ", "data.questions = '': "))
@@ -266,52 +261,20 @@ def _check_weights(folder: pathlib.Path) -> None:
 
 def _check_devices(checked: Checked, name: str) -> None:
     """Check that sizes split over the devices and that training rows hold the longest answer."""
-    layout, sampling = checked.section("packing"), checked.section("sampler")
-    sizes, attempt = checked.config.mesh, checked.attempt
-    checked.topology = attempt("mesh", find_topology, name, sizes)
-    if "mesh" not in checked.wrong:
-        checked.mesh = attempt("mesh", topologies.abstract_mesh, checked.topology, sizes)
+    layout, sampling, mesh = map(checked.section, ("packing", "sampler", "mesh"))
+    attempt = checked.attempt
+    checked.topology = attempt("mesh", device_checks.find_topology, name, checked.config.mesh)
+    checked.meshes = attempt("mesh", topologies.abstract_meshes, checked.topology, mesh)
     loss = checked.section("loss")
     attempt("packing", _check_longest, layout, sampling, loss, checked.context)
-    attempt("mesh", _check_heads, checked.policy, checked.mesh)
-    attempt("mesh", _check_experts, checked.policy, checked.mesh)
-    if checked.mesh is not None:
+    if checked.meshes is not None:
+        for field, mesh in checked.meshes.by_field().items():
+            attempt("mesh", device_checks.check_heads, checked.policy, mesh, field)
+            attempt("mesh", device_checks.check_experts, checked.policy, mesh, field)
         if layout is not None:
-            attempt("packing", layout.check_splits, meshes.context_shards(checked.mesh))
+            attempt("packing", layout.check_splits, checked.context)
         if sampling is not None:
-            attempt("sampler", sampling.shape, checked.mesh)
-
-
-def find_topology(name: str, mesh: Mapping[str, int]) -> topologies.Topology:
-    """Find a slice or GPU, cpu:N or gpu:N; "" means the fewest devices that the mesh can use."""
-    sizes = [size for size in mesh.values() if isinstance(size, int) and size > 0]
-    named = re.fullmatch(r"(?:cpu|gpu):([1-9]\d*)", name)
-    if named or not name:
-        count = int(named[1]) if named else math.prod(sizes)
-        memory, name = topologies.ANY_MEMORY, name or "no topology given"
-        return topologies.Topology(name, "", count, (count,), memory, "")
-    try:
-        return topologies.find(name, *topologies.PLANNED_ONLY, *topologies.GPUS)
-    except ValueError as error:
-        raise ValueError(f"{error}, cpu:N, gpu:N") from error
-
-
-def _check_heads(policy: PolicyConfig, mesh: Any) -> None:
-    count = mesh.shape[meshes.TENSOR]
-    if count > 1 and kv_cache.head_split(mesh, policy.heads, policy.kv_heads)[0] is None:
-        raise ValueError(
-            f"mesh.tensor = {count}: must divide the policy's {policy.heads} heads, and divide or "
-            f"be a multiple of its {policy.kv_heads} key heads; else each device attends with all"
-        )
-
-
-def _check_experts(policy: PolicyConfig, mesh: Any) -> None:
-    count, field = mesh.shape[meshes.EXPERT], "mesh.expert"
-    if count > 1 and not policy.experts:
-        problem = "must be 1, the policy has no experts (mesh.fsdp splits rows and weights)"
-        raise ValueError(f"{field} = {count}: {problem}")
-    if policy.experts % count:
-        raise ValueError(f"{field} = {count}: must divide the policy's {policy.experts} experts")
+            attempt("sampler", sampling.shape, checked.meshes.sampling)
 
 
 def _check_longest(
@@ -342,7 +305,7 @@ def _plan(checked: Checked, run: RunConfig) -> plan.MemoryPlan:
     """Plan memory (plan.py) for the largest micro-batch that the run may have."""
     config, layout = checked.config, run.packing
     assert checked.policy and checked.topology
-    budget, shards = layout.token_budget, meshes.row_shards(checked.mesh)
+    budget, shards = layout.token_budget, checked.row_shards
     bucket = layout.largest(checked.context)
     if layout.listed:
         tokens = {b: shapes.row_count(b, budget, shards) * b.length for b in layout.listed}
@@ -353,33 +316,6 @@ def _plan(checked: Checked, run: RunConfig) -> plan.MemoryPlan:
         bucket = shapes.bucket_for(bucket.length, answers, checked.context)
     length = config.sampler.max_prompt
     return plan.MemoryPlan(config, checked.policy, checked.topology, length, bucket)
-
-
-# Part of memory (plan.PARTS) -> field whose change makes it smaller, and the change. Used for the
-# largest part of the program that takes the most memory.
-_SMALLER = {
-    "weights": ("mesh.fsdp", "more, or mesh.context or mesh.tensor, or policy.base_dtype 'int8'"),
-    "masters": ("mesh.fsdp", "more, or mesh.context, or policy.lora_rank above 0"),
-    "optimizer": ("optimizer.offload", "True"),
-    "gradients": ("mesh.fsdp", "more, or mesh.context, or policy.lora_rank above 0"),
-    "activations": ("packing.token_budget", "less, or mesh.context more, or policy.remat more"),
-    "KV cache": ("sampler.kv_cache_tokens", "less, or sampler.cache_dtype 'int8'"),
-    "logits": ("mesh.tensor", "more, or mesh.context"),
-}
-
-
-def _check_memory(memory: plan.MemoryPlan) -> None:
-    if memory.fits:
-        return
-    worst, topology = memory.worst, memory.topology
-    part = max(worst.parts, key=lambda name: worst.parts[name])
-    field, change = _SMALLER[part]
-    total, largest, limit = (n / GIB for n in (worst.total, worst.parts[part], topology.hbm))
-    raise ValueError(
-        f"{_with_value(memory.config, field)}: {worst.program} takes {total:.2f} GiB of a chip, "
-        f"{largest:.2f} of them {part}, but {topology.name} has {limit:.2f}; must be {change}, or "
-        "a larger slice (python -m launch.plan tries such changes)"
-    )
 
 
 # ----------------------------------------------------------------------------------------- Workdir
@@ -416,13 +352,17 @@ def newest_step(workdir: epath.Path) -> int | None:
 def _remarks(checked: Checked, run: RunConfig) -> list[str]:
     config, sampling, lines = checked.config, run.sampler, []
     kinds = () if checked.policy is None else (page_groups(checked.policy).kinds,)
-    shape = sampling.shape(checked.mesh, *kinds)
-    slots = shape.slots * meshes.row_shards(checked.mesh)
+    assert checked.meshes
+    mesh = checked.meshes.sampling
+    shape = sampling.shape(mesh, *kinds)
+    slots = shape.slots * meshes.row_shards(mesh)
     if slots != sampling.slots:
         lines.append(
             f"sampler.slots = {sampling.slots}: becomes {slots}, the same number on each of "
-            f"{checked.mesh.size} devices"
+            f"{mesh.size} devices"
         )
+    if checked.policy is not None:
+        lines += device_checks.replicated_weights(checked.policy, checked.meshes)
     slots, _ = shape.lanes[-1]
     group = config.algorithm.get("group_size", slots)  # LongPO has one answer after a prompt
     field = f"sampler.samples_per_prompt_batch = {sampling.samples_per_prompt_batch}"
@@ -447,12 +387,12 @@ def _remarks(checked: Checked, run: RunConfig) -> list[str]:
 def describe(checked: Checked) -> str:
     """Describe a run without mistakes, as lines of text."""
     run = checked.run
-    assert run and checked.policy and checked.topology and checked.plan
+    assert run and checked.policy and checked.topology and checked.plan and checked.meshes
     above = "GiB a device, activations and logits are estimates; rows of "
     above += f"{checked.plan.programs.bucket.length:,} tokens"
     rows = {
         "policy": [_describe_policy(checked.policy)],
-        "devices": [topologies.describe(checked.topology, checked.mesh)],
+        "devices": [topologies.describe(checked.topology, checked.meshes)],
         "dtype": _describe_dtype(checked),
         "a step": _describe_step(run),
         "trained": _describe_update(checked, run),
@@ -512,7 +452,7 @@ def _describe_update(checked: Checked, run: RunConfig) -> Iterator[str]:
     counts = packing.count_answers(groups)
     answers = " + ".join(f"{count:,} {name}" for name, count in counts.items())
     yield f"at most {answers} answers, in {len(groups):,} groups; if all were at their caps:"
-    shards, is_paired = meshes.row_shards(checked.mesh), run.loss.is_paired
+    shards, is_paired = checked.row_shards, run.loss.is_paired
     laid_out = lay_out(groups, run.packing, shards, checked.context, is_paired)
     batches = Counter((bucket, count) for bucket, count, _ in laid_out)
     for (bucket, count), number in sorted(batches.items(), key=lambda item: item[0][0].length):

@@ -33,7 +33,9 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
+from spell_jax.trainer import transfer
 
+SAMPLING = ("prefill", "decode")  # programs of the sampling chips
 PARTS = ("weights", "masters", "optimizer", "gradients", "activations", "KV cache", "logits")
 _MOST_ROWS = 4096  # bound of the search for the largest batch
 
@@ -56,9 +58,9 @@ class _Temporaries:
     Sizes are those on this chip; only `row_tokens` spans all context shards.
     """
 
-    def __init__(self, programs: aot.RunPrograms, shape: tuple[int, ...]):
-        c, mesh = programs.policy, programs.mesh
-        rows, self.row_tokens = shape
+    def __init__(self, programs: aot.RunPrograms, program: aot.Program):
+        c, mesh = programs.policy, program.mesh
+        rows, self.row_tokens = program.tokens
         self.policy, self.itemsize = c, programs.learner.compute_dtype.itemsize
         self.context = meshes.context_shards(mesh)
         self.rows = rows // meshes.row_shards(mesh)
@@ -163,10 +165,10 @@ def _temporaries(programs: aot.RunPrograms, program: aot.Program) -> dict[str, i
         # The optimizer's two moments of each weight are copied from the host and back.
         offloaded = programs.config.optimizer.offload
         return {"optimizer": 4 * aot.bytes_per_chip(programs.state.params) if offloaded else 0}
-    sizes = _Temporaries(programs, program.tokens)
+    sizes = _Temporaries(programs, program)
     if program.name == "decode":
         # Devices along fsdp compute their rows together: logits as partial sums and as sums.
-        sharing = programs.mesh.shape["data"] * programs.mesh.shape[meshes.EXPERT]
+        sharing = program.mesh.shape["data"] * program.mesh.shape[meshes.EXPERT]
         sampled = program.tokens[0] * (1 + programs.sampler.config.speculative_tokens)
         return {"logits": 2 * sampled // sharing * sizes.vocab * 4}
     if program.name == "prefill":
@@ -180,39 +182,67 @@ def _temporaries(programs: aot.RunPrograms, program: aot.Program) -> dict[str, i
     return parts | {"logits": max(0, head - gradients - backward)}
 
 
-def _arguments_and_resident(programs: aot.RunPrograms, program: aot.Program) -> dict[str, int]:
-    """Compute the exact bytes of a program's arguments and of resident memory, by PARTS."""
-    count, state, arguments = aot.bytes_per_chip, programs.state, program.arguments
-    # The state is an argument of `apply`, and resident during every other program.
-    masters = count(state.params)
+def _state_bytes(programs: aot.RunPrograms) -> Counter[str]:
+    """Compute the exact bytes of the training state, by PARTS."""
+    count, state = aot.bytes_per_chip, programs.state
     optimizer = count((state.opt_state, state.step, state.skipped))
-    parts = {"masters": masters, "optimizer": optimizer}
+    return Counter({"masters": count(state.params), "optimizer": optimizer})
+
+
+def _arguments_and_resident(programs: aot.RunPrograms, program: aot.Program) -> Counter[str]:
+    """Compute the exact bytes of a program's arguments and of resident memory, by PARTS."""
+    count, arguments = aot.bytes_per_chip, program.arguments
+    is_sampling = program.name in SAMPLING
+    # The state is an argument of `apply`, and resident during every other program of its chips.
+    parts = Counter() if is_sampling and programs.meshes.are_split else _state_bytes(programs)
     if program.name == "apply":
         _, gradients, loss = map(count, arguments)
-        return parts | {"gradients": gradients, "activations": loss, "weights": program.resident}
-    weights = program.resident - masters - optimizer
+        return parts + Counter(gradients=gradients, activations=loss, weights=program.resident)
+    if programs.is_interleaved and is_sampling:
+        parts["gradients"] += count(programs.carry())
+    if programs.is_interleaved and program.name == "accumulate":
+        parts["KV cache"] += count(programs.sampler_state)
+    parts["weights"] += program.resident - parts.total()
     if program.name == "accumulate":
-        parts |= {"gradients": count(arguments[2]), "activations": count(arguments[3])}
-        weights += count((arguments[:2], arguments[4]))
+        parts["gradients"] += count(arguments[2])
+        parts["activations"] += count(arguments[3])
+        parts["weights"] += count((arguments[:2], arguments[4]))
     elif program.name == "logprob":
-        weights += count(arguments)
+        parts["weights"] += count(arguments)
     else:
         params, sampler_state, _ = arguments
         cache = count(sampler_state.pages)
-        weights += count(params)
-        parts |= {"KV cache": cache, "activations": count(arguments[1:]) - cache}
-    return parts | {"weights": weights}
+        parts["weights"] += count(params)
+        parts["KV cache"] += cache
+        parts["activations"] += count(arguments[1:]) - cache
+    return parts
+
+
+def _transfer(programs: aot.RunPrograms) -> Need:
+    """Compute the memory of training chips during a copy of weights to the sampling chips."""
+    count, parts = aot.bytes_per_chip, _state_bytes(programs)
+    resident = programs.program("logprob").resident + count(programs.frozen)
+    # The cast weights, and in place those of the update too, which has begun (trainer/loop.py).
+    is_in_place = programs.config.mesh.transfer == "in_place"
+    parts["weights"] = resident - parts.total() + (1 + is_in_place) * count(programs.trained)
+    parts["gradients"] = is_in_place * count(programs.carry())
+    # A piece, and the parts that are cut from it.
+    parts["activations"] = 2 * transfer.largest_piece(programs.trained)
+    return Need("transfer", {name: parts[name] for name in PARTS}, resident)
 
 
 def needs(programs: aot.RunPrograms) -> list[Need]:
-    """Compute the memory that each program needs, in the order of aot.PROGRAMS."""
+    """Compute the memory that each program needs, in the order of aot.PROGRAMS.
+
+    With mesh.rollout_devices, the copies of weights count as a last program, "transfer".
+    """
     program_needs = []
     for program in programs.select("all"):
-        exact = Counter(_arguments_and_resident(programs, program))
+        exact = _arguments_and_resident(programs, program)
         estimated = Counter(_temporaries(programs, program))
         parts = {name: exact[name] + estimated[name] for name in PARTS}
         program_needs.append(Need(program.name, parts, program.resident))
-    return program_needs
+    return program_needs + [_transfer(programs)] * programs.meshes.are_split
 
 
 # ------------------------------------------------------------------------------------------- Plan
@@ -221,8 +251,8 @@ def needs(programs: aot.RunPrograms) -> list[Need]:
 class MemoryPlan:
     """Memory plan of a run on a slice: needs, largest batches that fit, and changes that help.
 
-    The arguments equal aot.RunPrograms's, with the slice for the mesh. Raises ValueError if a field
-    is invalid or the mesh does not match the slice.
+    The arguments equal aot.RunPrograms's, with the slice for the meshes. Raises ValueError if a
+    field is invalid or a mesh does not match the slice.
     """
 
     def __init__(
@@ -233,11 +263,11 @@ class MemoryPlan:
         length: int,
         bucket: packing.Bucket | None = None,
     ):
-        """Build the run's programs on an abstract mesh over the slice."""
+        """Build the run's programs on abstract meshes over the slice."""
         self.config, self.policy, self.topology = config, policy, topology
         self.length, self.bucket = length, bucket
-        mesh: Any = topologies.abstract_mesh(topology, config.mesh)
-        self.programs = aot.RunPrograms(config, policy, mesh, length, bucket)
+        mesh, rollout_mesh = topologies.abstract_meshes(topology, aot.read_mesh(config))
+        self.programs = aot.RunPrograms(config, policy, mesh, length, bucket, rollout_mesh)
         entry.setup_done()
         self.needs = needs(self.programs)
         self.worst = max(self.needs, key=lambda need: need.total)
@@ -259,7 +289,8 @@ class MemoryPlan:
 
     def largest(self) -> dict[str, int]:
         """Find the largest values that fit of the batch-bounding fields: dotted name -> tokens."""
-        bucket, shards = self.programs.bucket, meshes.row_shards(self.programs.mesh)
+        bucket = self.programs.bucket
+        training, sampling = self._row_shards
         planned: dict[str, Any] = {
             "packing.token_budget": max(self.config.packing.token_budget, bucket.length)
         }
@@ -267,9 +298,9 @@ class MemoryPlan:
             # Only the planned bucket: the config's other buckets may be larger than the budget.
             planned["packing.buckets"] = ((bucket.length, bucket.answers),)
         largest_tokens = {}
-        for field, tokens, names in (
-            ("sampler.kv_cache_tokens", self._cached, ("prefill", "decode")),
-            ("packing.token_budget", bucket.length, ("accumulate",)),
+        for field, tokens, names, shards in (
+            ("sampler.kv_cache_tokens", self._cached, SAMPLING, sampling),
+            ("packing.token_budget", bucket.length, ("accumulate",), training),
         ):
             rows = 0
             while rows + shards <= _MOST_ROWS:
@@ -279,6 +310,12 @@ class MemoryPlan:
                 rows += shards
             largest_tokens[field] = rows * tokens
         return largest_tokens
+
+    @property
+    def _row_shards(self) -> tuple[int, int]:
+        """Shards of rows: (of the training mesh, of the sampling mesh)."""
+        run_meshes = self.programs.meshes
+        return meshes.row_shards(run_meshes.training), meshes.row_shards(run_meshes.sampling)
 
     @property
     def _cached(self) -> int:
@@ -302,15 +339,15 @@ class MemoryPlan:
                 yield " ".join(f"--config.{name}={value}" for name, value in fields.items()), tried
 
     def _options(self) -> Iterator[dict[str, Any]]:
-        c, sizes = self.config, self.programs.mesh.shape
-        shards = meshes.row_shards(self.programs.mesh)
-        rows = shards * self.programs.bucket.length
+        c = self.config
+        training, sampling = self._row_shards
+        rows = training * self.programs.bucket.length
         if c.packing.buckets != shapes.AUTO:
             rows = max(rows, c.packing.buckets[-1][0])
-        if c.packing.token_budget >= rows + shards:
+        if c.packing.token_budget >= rows + training:
             yield {"packing.token_budget": rows}
-        if c.sampler.kv_cache_tokens >= shards * (self._cached + 1):
-            yield {"sampler.kv_cache_tokens": shards * self._cached}
+        if c.sampler.kv_cache_tokens >= sampling * (self._cached + 1):
+            yield {"sampler.kv_cache_tokens": sampling * self._cached}
         for remat in ("block", "offload"):
             if c.policy.remat not in (remat, "offload"):
                 yield {"policy.remat": remat}
@@ -318,14 +355,33 @@ class MemoryPlan:
             yield {"policy.base_dtype": "int8"}
         if not c.optimizer.offload:
             yield {"optimizer.offload": True}
-        if sizes["context"] > 1 and not (c.policy.ring or self.policy.window):
+        if self.programs.meshes.training.shape["context"] > 1 and not (
+            c.policy.ring or self.policy.window
+        ):
             yield {"policy.ring": True}
-        # Chips move to `context`, which splits the activations of a single row.
-        for axis in ("data", "fsdp", "expert"):
-            for factor in (2**i for i in range(1, sizes[axis].bit_length())):
-                if sizes[axis] % factor == 0:
-                    context = sizes["context"] * factor
-                    yield {f"mesh.{axis}": sizes[axis] // factor, "mesh.context": context}
+        for field, mesh in self.programs.meshes.by_field().items():
+            yield from _moves(field, mesh.shape)
+        if self.programs.meshes.are_split:
+            yield from self._splits()
+
+    def _splits(self) -> Iterator[dict[str, Any]]:
+        """Yield changes that move chips between the meshes, or hold fewer sets of weights."""
+        c = self.config
+        for rollout_devices in {c.mesh.rollout_devices // 2, 2 * c.mesh.rollout_devices} - {0}:
+            yield {"mesh.rollout_devices": rollout_devices}
+        if c.staleness > 1:
+            yield {"staleness": c.staleness - 1}
+        if c.mesh.transfer == "overlapped":
+            yield {"mesh.transfer": "in_place", "staleness": 1}
+
+
+def _moves(field: str, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Yield changes of a mesh that move chips to `context`, which splits a single row."""
+    for axis in ("data", "fsdp", "expert"):
+        for factor in (2**i for i in range(1, sizes[axis].bit_length())):
+            if sizes[axis] % factor == 0:
+                context = sizes["context"] * factor
+                yield {f"{field}.{axis}": sizes[axis] // factor, f"{field}.context": context}
 
 
 # ----------------------------------------------------------------------------------------- Report
@@ -344,7 +400,7 @@ def table(plan: MemoryPlan) -> str:
 def describe_plan(plan: MemoryPlan) -> str:
     """Format the whole report of a plan."""
     lines = [
-        topologies.describe(plan.topology, plan.programs.mesh),
+        topologies.describe(plan.topology, plan.programs.meshes),
         f"prompts of {plan.length} tokens, {plan.programs.group} answers of "
         f"{plan.config.sampler.max_tokens}; GiB a chip, activations and logits are estimates",
         "",

@@ -307,7 +307,7 @@ def describe_step(programs: aot.RunPrograms, topology: topologies.Topology, work
     capped_seconds = sum(phase.seconds.total for phase in capped)
     assumptions = ", ".join(f"--{name}={value}" for name, value in dataclasses.asdict(work).items())
     lines = [
-        topologies.describe(topology, programs.mesh),
+        topologies.describe(topology, programs.meshes),
         "",
         format_phases(phases(counts, topology, work)),
         "",

@@ -12,6 +12,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType
 
+from spell_jax.config import RunMeshConfig
 from spell_jax.runtime import mesh as meshes
 
 GIB = 2**30
@@ -30,6 +31,35 @@ class Topology(NamedTuple):
     shape: tuple[int, ...]  # number of chips along each physical axis
     hbm: int  # bytes of a chip's memory that a program may use; ANY_MEMORY if unknown
     accelerator: str  # type of Google Cloud's virtual machines, such as "v5litepod-16"
+    host_chips: int = 0  # chips of each host; 0: one host has all
+
+    @property
+    def hosts(self) -> int:
+        return self.chips // (self.host_chips or self.chips)
+
+    @property
+    def generation(self) -> str:
+        return self.name.partition("-")[0]
+
+
+class Meshes(NamedTuple):
+    """Meshes of a run, real or abstract."""
+
+    training: Any
+    rollout: Any = None  # of mesh.rollout_devices; None if the training mesh samples too
+
+    @property
+    def are_split(self) -> bool:
+        return self.rollout is not None
+
+    @property
+    def sampling(self) -> Any:
+        return self.rollout if self.are_split else self.training
+
+    def by_field(self) -> dict[str, Any]:
+        """Return each mesh by the section of the config that lays it out."""
+        by_field = {"mesh": self.training, "mesh.rollout": self.rollout}
+        return {field: mesh for field, mesh in by_field.items() if mesh is not None}
 
 
 # Slices that Google rents: generations with two physical axes (v5e, v6e) and with three (v4, v5p).
@@ -44,6 +74,12 @@ _GENERATIONS = {
     "v5p": ("v5p", 2, 95.74, _CUBES),
     "v6e": ("v6e", 1, 31.25, _FLAT),
 }
+# A virtual machine has four chips. Slices of v5e and v6e with up to eight chips have one machine
+# with all (Google Cloud's pages "TPU v5e", "v6e", "v4" and "v5p", tables of slice shapes: 2x4 is
+# ct5lp-hightpu-8t or ct6e-standard-8t, and larger slices have one machine for each four chips).
+_HOST_CHIPS, _LARGEST_HOST = 4, {"v5e": 8, "v6e": 8}
+# jax.Device.device_kind, for the generations that runtime.mesh.check_rollout_devices treats apart.
+_KINDS = {"v5e": "TPU v5 lite", "v6e": "TPU v6 lite"}
 
 
 class Peaks(NamedTuple):
@@ -85,15 +121,17 @@ def _slices():
                 shape=shape,
                 hbm=int(gib * GIB),
                 accelerator=f"{accelerator}-{size}",
+                host_chips=0 if chips <= _LARGEST_HOST.get(generation, 0) else _HOST_CHIPS,
             )
 
 
 TOPOLOGIES = {topology.name: topology for topology in _slices()}
-# For estimates only: the paper's node of 8 A100 of 80 GB, of which the driver reports 81,251 MiB,
-# and an L4, which has the least memory of the GPUs of 24 GB: the driver reports 23,034 MiB
+# For estimates only: nodes of 8 A100 of 80 GB (the paper's; the driver reports 81,251 MiB) and of
+# 8 H100, and an L4, which has the least memory of the GPUs of 24 GB: the driver reports 23,034 MiB
 # (nvidia-smi, with ECC), beside 24,564 MiB of an RTX 4090.
 PLANNED_ONLY = (
     Topology("a100-8", "", 8, (8,), 81_251 * 2**20, ""),
+    Topology("h100-8", "", 8, (8,), 81_008 * 2**20, ""),
     Topology("l4-1", "", 1, (1,), 23_034 * 2**20, ""),
 )
 # One GPU each, with the memory that the driver offers to a process (H200: measured, by a limit of
@@ -153,23 +191,64 @@ def find(name: str, *extra_topologies: Topology) -> Topology:
 
 def peaks(topology: Topology) -> Peaks:
     """Return the peaks of a chip of a slice or node that `find` returned."""
-    return PEAKS[topology.name.partition("-")[0]]
+    return PEAKS[topology.generation]
 
 
 def abstract_mesh(topology: Topology, shape: Mapping[str, int]) -> AbstractMesh:
     """Make a mesh without devices; errors as in runtime.mesh.axis_sizes."""
-    sizes = meshes.axis_sizes(dict(shape), topology.chips)
+    return _abstract_mesh(shape, topology.chips)
+
+
+def _abstract_mesh(shape: Mapping[str, int], chips: int, field: str = "mesh") -> AbstractMesh:
+    sizes = meshes.axis_sizes(dict(shape), chips, field)
     # Auto axes, as the trainer's own mesh has: shardings are propagated by XLA, not by types.
     return AbstractMesh(sizes, meshes.AXES, axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def describe(topology: Topology, mesh: Any) -> str:
-    """Format name, number of devices, memory and mesh on one line."""
-    sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+def abstract_meshes(topology: Topology, section: RunMeshConfig) -> Meshes:
+    """Make the meshes of a run without devices; ValueError if they do not fit the topology."""
+    if not section.rollout_devices:
+        return Meshes(abstract_mesh(topology, section.axes))
+    hosts, kind = topology.hosts, _KINDS.get(topology.generation, "")
+    meshes.check_rollout_devices(section.rollout_devices, topology.chips // hosts, hosts, kind)
+    sampling = hosts * section.rollout_devices
+    return Meshes(
+        _abstract_mesh(section.axes, topology.chips - sampling),
+        _abstract_mesh(section.rollout.axes, sampling, "mesh.rollout"),
+    )
+
+
+def make_meshes(topology: Topology, section: RunMeshConfig) -> Meshes:
+    """Make the meshes of a run over the slice's devices, as the trainer would on that slice."""
+    abstract_meshes(topology, section)  # refuses what the slice cannot have
+    slice_devices = devices(topology)
+    try:
+        training = section.make(slice_devices)
+        is_split = section.rollout_devices > 0
+        return Meshes(training, section.make_sampling(slice_devices) if is_split else None)
+    except NotImplementedError as error:  # raised by jax.make_mesh
+        raise ValueError(
+            f"mesh = {section.axes}: each axis must be a product of physical ones of "
+            f"{topology.name}, which are {topology.shape}"
+        ) from error
+
+
+def describe(topology: Topology, run_meshes: Meshes) -> str:
+    """Format name, number of devices, memory and meshes on one line."""
     is_known = topology.hbm < ANY_MEMORY
     memory = f"{topology.hbm / GIB:.2f} GiB each" if is_known else "unknown memory"
     plural = "s" * (topology.chips > 1)
-    return f"{topology.name}: {topology.chips} device{plural}, {memory}; mesh {sizes or 1}"
+    layout = f"mesh {describe_mesh(run_meshes.training)}"
+    if run_meshes.are_split:
+        training, sampling = run_meshes.training, run_meshes.rollout
+        layout = f"{training.size} train, {layout}; {sampling.size} sample, mesh "
+        layout += describe_mesh(sampling)
+    return f"{topology.name}: {topology.chips} device{plural}, {memory}; {layout}"
+
+
+def describe_mesh(mesh: Any) -> str:
+    """Format the axes of a mesh that have several devices; "1" if there is none."""
+    return " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "1"
 
 
 def devices(topology: Topology) -> list[Any]:
@@ -198,7 +277,9 @@ def _tpu_devices(topology: Topology) -> list[Any]:
         raise ModuleNotFoundError(
             "compiling for TPUs needs libtpu: pip install -e '.[tpu]' (no TPU is needed)"
         ) from error
-    options = _OPTIONS.get(topology.layout.partition(":")[0], {})
+    options: dict[str, Any] = dict(_OPTIONS.get(topology.generation, {}))
+    if topology.hosts == 1:  # else libtpu puts four chips on a host
+        options["chips_per_host_bounds"] = [*topology.shape, 1, 1][:3]
     description = topologies.get_topology_desc(
         platform="tpu", topology_name=topology.layout, **options
     )
@@ -207,7 +288,7 @@ def _tpu_devices(topology: Topology) -> list[Any]:
 
 def _gpu_devices(topology: Topology) -> list[Any]:
     """Get the GPU from jax's plugin for CUDA 13, which needs no driver to compile."""
-    kind = f"NVIDIA {topology.name.partition('-')[0].upper()}"
+    kind = f"NVIDIA {topology.generation.upper()}"
     bandwidth = int(peaks(topology).memory)
     target = _HOPPER.format(kind=kind, memory=topology.hbm, bandwidth=bandwidth)
     try:

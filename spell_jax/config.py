@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -87,9 +87,12 @@ class MeshConfig:
         """Number of devices along each of mesh.AXES."""
         return {axis: getattr(self, axis) for axis in meshes.AXES}
 
-    def make(self) -> jax.sharding.Mesh:
-        """Make the mesh of training; ValueError if it cannot be laid out on the devices."""
-        return meshes.make_mesh(self.axes)
+    def make(self, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
+        """Make the mesh of training; ValueError if it cannot be laid out on the devices.
+
+        `devices` (jax.Device) are by default all devices.
+        """
+        return meshes.make_mesh(self.axes, devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,17 +118,18 @@ class RunMeshConfig(MeshConfig):
         check_least(self, "mesh.", rollout_devices=0)
         check_choice(self, "mesh.", transfer=TRANSFERS)
 
-    def make(self) -> jax.sharding.Mesh:
+    def make(self, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
         if not self.rollout_devices:
-            return super().make()
-        return meshes.make_mesh(self.axes, meshes.split_devices(self.rollout_devices)[0])
+            return super().make(devices)
+        training, _ = meshes.split_devices(self.rollout_devices, devices)
+        return meshes.make_part_mesh(self.axes, training)
 
-    def make_sampling(self) -> jax.sharding.Mesh:
+    def make_sampling(self, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
         """Make the mesh of sampling, which is the mesh of training without rollout_devices."""
         if not self.rollout_devices:
-            return self.make()
-        devices = meshes.split_devices(self.rollout_devices)[1]
-        return meshes.make_mesh(self.rollout.axes, devices, "mesh.rollout")
+            return self.make(devices)
+        _, sampling = meshes.split_devices(self.rollout_devices, devices)
+        return meshes.make_part_mesh(self.rollout.axes, sampling, "mesh.rollout")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 CONTEXT, TENSOR, EXPERT = "context", "tensor", "expert"
 AXES = ("data", "fsdp", CONTEXT, TENSOR, EXPERT)
+_AUTO = (AxisType.Auto,) * len(AXES)  # shardings are propagated by XLA, not by types
+# Kinds of devices (v5e, v6e) whose links reach neighbors only. libtpu 0.0.42.1 refuses programs for
+# parts of their slices above 16 chips, and aborts for parts of 16 and in collectives over 6 of 8.
+_RIGID = ("TPU v5 lite", "TPU v6 lite")
 
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
@@ -61,31 +65,61 @@ def make_mesh(
     `shape` in its message.
     """
     sizes = axis_sizes(shape, jax.device_count() if devices is None else len(devices), field)
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return jax.make_mesh(sizes, AXES, axis_types=_AUTO, devices=devices)
 
 
-def split_devices(rollout_devices: int) -> tuple[list[Any], list[Any]]:
-    """Split the devices (jax.Device) of each process: (devices that train, devices that sample).
+def make_part_mesh(
+    shape: Mapping[str, int], devices: Sequence[Any], field: str = "mesh"
+) -> jax.sharding.Mesh:
+    """Make a mesh as make_mesh does, over devices that may be any part of a TPU slice."""
+    try:
+        return make_mesh(shape, devices, field)
+    except (AssertionError, NotImplementedError):
+        # jax.make_mesh lays axes along the links between chips. It has no layout for chips that
+        # form no cuboid, or for axes that are no products of the cuboid's sides. The given order
+        # keeps the devices of a host together, so neighbors along the last axes share a host.
+        grid = np.array(devices).reshape(axis_sizes(shape, len(devices), field))
+        return jax.sharding.Mesh(grid, AXES, axis_types=_AUTO)
 
-    The last `rollout_devices` of each process sample. ValueError unless every process keeps at
-    least one device of either kind.
+
+def split_devices(
+    rollout_devices: int, devices: Sequence[Any] | None = None
+) -> tuple[list[Any], list[Any]]:
+    """Split the devices of each process: (devices that train, devices that sample).
+
+    The last `rollout_devices` of each process sample. `devices` (jax.Device) are by default all
+    devices. ValueError unless every process keeps at least one device of either kind.
     """
     by_process: dict[int, list[Any]] = {}
-    for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
+    devices = jax.devices() if devices is None else devices
+    for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
         by_process.setdefault(device.process_index, []).append(device)
-    for devices in by_process.values():
-        check_rollout_devices(rollout_devices, len(devices))
+    for host_devices in by_process.values():
+        kind = host_devices[0].device_kind
+        check_rollout_devices(rollout_devices, len(host_devices), len(by_process), kind)
     training = [device for devices in by_process.values() for device in devices[:-rollout_devices]]
     sampling = [device for devices in by_process.values() for device in devices[-rollout_devices:]]
     return training, sampling
 
 
-def check_rollout_devices(rollout_devices: int, host_devices: int) -> None:
-    """Raise ValueError unless a host's devices can be split into training and sampling devices."""
+def check_rollout_devices(
+    rollout_devices: int, host_devices: int, hosts: int = 1, kind: str = ""
+) -> None:
+    """Raise ValueError unless the devices of `hosts` hosts, of a kind of device, can be split."""
+    field = f"mesh.rollout_devices = {rollout_devices}"
     if not 0 < rollout_devices < host_devices:
         raise ValueError(
-            f"mesh.rollout_devices = {rollout_devices}: must leave devices for training on each "
-            f"host, which has {host_devices}; 0 trains and samples on the same devices"
+            f"{field}: must leave devices for training on each host, which has {host_devices}; 0 "
+            "trains and samples on the same devices"
+        )
+    if kind in _RIGID and hosts > 1:
+        raise ValueError(
+            f"{field}: must be 0 on {hosts} hosts of {kind}; libtpu compiles no programs for a "
+            "part of such a slice"
+        )
+    if kind in _RIGID and host_devices == 8 and rollout_devices != 4:
+        raise ValueError(
+            f"{field}: must be 4 on a host of 8 {kind}; libtpu compiles no collectives over 6"
         )
 
 

@@ -72,8 +72,7 @@ class Transfer:
 
 def _pieces(source: jax.Array, piece_bytes: int) -> Iterator[tuple[int, jax.Array]]:
     """Yield (first index on axis 0, piece of the array on every device of its mesh)."""
-    length = source.shape[0] if source.ndim else 1
-    count = max(1, min(length, piece_bytes * length // max(1, source.nbytes)))
+    length, count = _lengths(source.shape, source.nbytes, piece_bytes)
     assert isinstance(source.sharding, NamedSharding)
     gather = _gather(source.sharding.mesh)
     if count >= length:
@@ -83,6 +82,22 @@ def _pieces(source: jax.Array, piece_bytes: int) -> Iterator[tuple[int, jax.Arra
         # The last piece has full length, too: another length would be another program.
         start = min(start, length - count)
         yield start, gather(source, start, count)
+
+
+def _lengths(shape: tuple[int, ...], nbytes: int, piece_bytes: int) -> tuple[int, int]:
+    """Return the length of axis 0 of an array, 1 for a scalar, and of each of its pieces."""
+    length = shape[0] if shape else 1
+    return length, max(1, min(length, piece_bytes * length // max(1, nbytes)))
+
+
+def largest_piece(tree: Any, piece_bytes: int = PIECE_BYTES) -> int:
+    """Return the bytes of the largest piece of a tree of arrays or of their shapes."""
+    sizes = []
+    for leaf in jax.tree.leaves(tree):
+        nbytes = leaf.size * leaf.dtype.itemsize
+        length, count = _lengths(leaf.shape, nbytes, piece_bytes)
+        sizes.append(nbytes * count // length)
+    return max(sizes)
 
 
 @functools.cache

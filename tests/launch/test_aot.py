@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -189,6 +190,79 @@ def test_resident_memory_excludes_program_arguments():
     assert adapted.select("prefill")[0].resident == 3 * aot.bytes_per_chip(trained) + counts
 
 
+def make_split(policy=tiny.POLICY, **overrides: Any) -> aot.RunPrograms:
+    """Make the programs of a run with 6 training and 2 sampling devices."""
+    config = small_config(**{"mesh.rollout_devices": 2, "staleness": 1} | overrides)
+    section = aot.read_mesh(config)
+    run_meshes = section.make(), section.make_sampling()
+    return aot.RunPrograms(config, policy, run_meshes[0], LENGTH, rollout_mesh=run_meshes[1])
+
+
+def test_programs_of_a_split_run_are_on_their_devices():
+    programs = make_split(**{"mesh.fsdp": 6, "mesh.rollout.tensor": 2, "mesh.rollout.fsdp": 1})
+    devices = {name: set(programs.program(name).mesh.devices.flat) for name in aot.PROGRAMS}
+    sampling = set(jax.devices()[6:])
+    assert devices["prefill"] == devices["decode"] == sampling
+    training = [devices[name] for name in ("logprob", "accumulate", "apply")]
+    assert training == [set(jax.devices()[:6])] * 3
+    for program in programs.select("all"):
+        leaves = jax.tree.leaves(program.arguments)
+        assert {leaf.sharding.mesh for leaf in leaves} == {program.mesh}, program.name
+    assert programs.program("decode").lower().compile()
+
+
+def test_resident_memory_of_sampling_devices_is_sets_of_weights():
+    """Each set takes 4 bytes per weight in float32; the frozen reader's copy stays as well."""
+
+    def residents(**overrides: Any) -> dict[str, int]:
+        programs = make_split(**{"mesh.data": 3, "mesh.fsdp": 2} | overrides).select("all")
+        return {program.name: program.resident for program in programs}
+
+    rollout_set = aot.bytes_per_chip(make_split(**{"mesh.data": 3, "mesh.fsdp": 2}).rollout_params)
+    for sets, overrides in (
+        (1, {}),
+        (2, {"staleness": 2}),
+        (0, {"mesh.transfer": "in_place"}),
+        (2, {"algorithm.reader.source": "frozen_reader"}),
+        (4, {"algorithm.reader.source": "frozen_reader", "staleness": 3}),
+        # A renewed reader has two copies while a rollout uses the older one.
+        (
+            5,
+            {
+                "algorithm.reader.source": "frozen_reader",
+                "staleness": 3,
+                "algorithm.reader.refresh": 3,
+            },
+        ),
+    ):
+        by_name = residents(**overrides)
+        assert by_name["prefill"] == by_name["decode"] == sets * rollout_set, overrides
+    shared = {
+        program.name: program.resident
+        for program in make(mesh={"fsdp": 2, "data": 4}).select("all")
+    }
+    training = ("logprob", "accumulate", "apply")
+    assert {name: residents()[name] for name in training} == {n: shared[n] for n in training}
+    # The base below the adapters is the same in all sets.
+    policy = dataclasses.replace(tiny.POLICY, lora=LoraConfig(2))
+    adapted = make_split(policy, **{"staleness": 2})
+    trained, _ = lora.split(policy, adapted.rollout_params)
+    assert adapted.program("decode").resident == 2 * aot.bytes_per_chip(trained)
+
+
+def test_interleaved_rollout_and_update_hold_the_arrays_of_each_other():
+    alone, interleaved = make(), make(staleness=1)
+    extra = {
+        name: interleaved.program(name).resident - alone.program(name).resident
+        for name in aot.PROGRAMS
+    }
+    weights, carry = map(aot.bytes_per_chip, (alone.trained, alone.carry()))
+    pages = aot.bytes_per_chip(alone.program("prefill").arguments[1])
+    sampling = dict.fromkeys(("prefill", "decode"), weights + carry)
+    update = {"logprob": 0, "accumulate": weights + pages, "apply": 0}
+    assert extra == sampling | update
+
+
 # --------------------------------------------------------------------- Parsing of compiled programs
 
 
@@ -336,7 +410,7 @@ def test_mesh_impossible_on_the_slice_is_rejected(monkeypatch):
     monkeypatch.setattr(topologies, "devices", lambda _: jax.devices())
     monkeypatch.setattr(meshes, "make_mesh", refuse)
     with pytest.raises(ValueError, match=r"mesh = .*'fsdp': -1.*of v5p-128, which are \(4, 4, 4\)"):
-        aot.make_mesh(small_config(), topologies.find("v5p-128"))
+        topologies.make_meshes(topologies.find("v5p-128"), aot.read_mesh(small_config()))
 
 
 # ------------------------------------------------------------------ With compilers of accelerators
@@ -389,6 +463,25 @@ def test_every_phase_compiles_for_a_tpu_slice(tmp_path, flags: list[str], scatte
     # With gathered keys and values, a layer returns the gradients of each to their devices by one
     # collective. With ring attention, they travel around the ring with the keys and values.
     assert lines[3]["collectives"]["all-to-all"]["in_loops"] == scattered
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("topology", "rollout_devices", "training", "sampling"),
+    [("v5p-32", 2, 8, 8), ("v5p-32", 1, 12, 4), ("v6e-8", 4, 4, 4), ("v5e-4", 1, 3, 1)],
+)
+def test_split_run_compiles_for_a_tpu_slice(
+    tmp_path, topology: str, rollout_devices: int, training: int, sampling: int
+):
+    """Also where jax.make_mesh has no layout: 12 chips of v5p-32, 3 of v5e-4."""
+    pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu (extra 'tpu')")
+    split = f"--config.mesh.rollout_devices={rollout_devices}"
+    axes = [f"--config.mesh.data={training}", "--config.mesh.fsdp=1"]
+    if training % 4 == 0:
+        axes = [f"--config.mesh.data={training // 4}", "--config.mesh.fsdp=4"]
+    lines = compiled_programs(tmp_path, topology, split, "--config.staleness=1", *axes)
+    sizes = [math.prod(line["mesh"].values()) for line in lines]
+    assert sizes == [sampling] * 2 + [training] * 3
 
 
 @pytest.mark.tpu

@@ -83,7 +83,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]
     (workdir / "checkpoints" / "6" / "arrays").mkdir(parents=True)
     unnamed = workdir / "checkpoints" / "8.orbax-checkpoint-tmp"
     shutil.copytree(workdir / "checkpoints" / "4", unnamed)
-    start.write_config(plain(noise.small_config(TINY_POLICY, steps=4)), workdir)
+    # A run saves what "auto" stands for.
+    saved = noise.small_config(TINY_POLICY, steps=4, **{"loss.old_logprobs": "on_policy"})
+    start.write_config(plain(saved), workdir)
     return {path.name: path for path in root.iterdir()}
 
 
@@ -174,6 +176,49 @@ def test_adapters_over_an_int8_base_are_described_and_planned_on_a_gpu() -> None
     assert "must be more, or mesh.context or mesh.tensor, or policy.base_dtype 'int8'" in mistake
 
 
+def split_7b(**fields: Any) -> Any:
+    config = paper.get_config("qwen2.5-7b")
+    axes = {"mesh.tensor": 4, "mesh.rollout.tensor": 4, "mesh.rollout_devices": 2, "staleness": 2}
+    config.update_from_flattened_dict(axes | fields)
+    return config
+
+
+def test_both_meshes_of_a_split_run_are_described() -> None:
+    text = check.describe(check.check(split_7b(), topology="v5p-32"))
+    devices = "v5p-32: 16 devices, 95.74 GiB each; 8 train, mesh fsdp=2 tensor=4; 8 sample, mesh "
+    assert f"devices  {devices}fsdp=2 tensor=4\n" in text and "transfer" in text
+    # Without a topology: the fewest devices, which are 4 training and 4 sampling ones on two hosts.
+    config = split_7b(**{"mesh.rollout.fsdp": 1, "policy.compute_dtype": "bfloat16"})
+    text = check.describe(check.check(config))
+    assert "8 devices, unknown memory; 4 train, mesh tensor=4; 4 sample, mesh tensor=4" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "mistake"),
+    [
+        ({"sampler.kv_cache_tokens": 2**25}, "sampler.kv_cache_tokens = 33554432: decode takes"),
+        ({"staleness": 60}, r"mesh.rollout.fsdp = -1: decode .*must be more, with more mesh.rollo"),
+        ({"sampler.slots": 2**19}, r"sampler.slots = 524288: decode .*, or mesh.rollout.tensor mo"),
+        ({"packing.token_budget": 2**22}, r"packing.token_budget = 4194304: accumulate takes"),
+        (
+            {"mesh.tensor": 1, "mesh.rollout_devices": 1},
+            r"optimizer.offload = False: .*; mesh.fsdp = 12: times mesh.context = 1 does not div",
+        ),
+    ],
+)
+def test_memory_of_a_split_run_has_a_remedy_of_its_mesh(
+    fields: dict[str, Any], mistake: str
+) -> None:
+    (line,) = check.check(split_7b(**fields), topology="v5p-32").mistakes
+    assert re.match(mistake, line), line
+
+
+def test_weights_that_a_mesh_cannot_split_are_a_remark() -> None:
+    config = split_7b(**{"mesh.tensor": 2, "mesh.rollout_devices": 1})
+    (remark,) = check.check(config, topology="v5p-32").remarks
+    assert remark.startswith("mesh.fsdp = 6: times mesh.context = 1 does not divide the policy's")
+
+
 @pytest.mark.parametrize("name", paper.MODELS)
 def test_shapes_of_the_papers_models_have_their_numbers_of_parameters(name: str) -> None:
     policy = known_shape(f"models/{paper.MODELS[name].folder}")
@@ -220,6 +265,7 @@ def test_warm_start_config_is_rejected() -> None:
 # ---------------------------------------------------------------------------------------- Mistakes
 
 CONTEXT = {"mesh.fsdp": 1, "mesh.context": 4}
+SPLIT = {"mesh.rollout_devices": 2, "staleness": 1}
 MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"steps": 0}, "", r"steps = 0: must be at least 1"),
     (
@@ -318,6 +364,13 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"mesh.tensor": 8}, "v5e-8", r"mesh.tensor = 8: must divide the policy's 4 heads"),
     ({"mesh.expert": 2}, "cpu:8", r"mesh.expert = 2: must be 1, the policy has no experts"),
+    (SPLIT | {"mesh.rollout_devices": 8}, "cpu:8", r"mesh.rollout_devices = 8: must leave dev"),
+    (SPLIT | {"staleness": 0}, "cpu:8", r"staleness = 0: must be at least 1 for mesh.rollout_dev"),
+    (SPLIT | {"mesh.fsdp": 3}, "cpu:8", r"mesh = .*: makes 3 devices, but there are 6"),
+    (SPLIT | {"mesh.rollout.fsdp": 4}, "cpu:8", r"mesh.rollout = .*: cannot be laid out on 2"),
+    (SPLIT | {"mesh.rollout.expert": 2}, "cpu:8", r"mesh.rollout.expert = 2: must be 1, the pol"),
+    (SPLIT, "v5e-16", r"mesh.rollout_devices = 2: must be 0 on 4 hosts of TPU v5 lite; libtpu"),
+    (SPLIT, "v6e-8", r"mesh.rollout_devices = 2: must be 4 on a host of 8 TPU v6 lite; libtpu"),
     (
         {"loss.routing": "sampled"},
         "",

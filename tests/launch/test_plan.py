@@ -90,6 +90,62 @@ def test_documented_table_covers_required_policies_and_slices() -> None:
     }
 
 
+SPLIT = {"mesh.rollout_devices": 2, "mesh.rollout.tensor": 4, "staleness": 2, "mesh.fsdp": -1}
+
+
+@pytest.mark.parametrize("fields", [{"mesh.context": 4, "staleness": 1}, SPLIT])
+def test_parts_count_arguments_and_resident_memory_once(fields: dict[str, Any]) -> None:
+    memory_plan = _plan("Qwen2.5-7B", "16K", "v5p-32", "", **{"mesh.fsdp": -1} | fields)
+    for program in memory_plan.programs.select("all"):
+        program_parts = plan._arguments_and_resident(memory_plan.programs, program)
+        arguments = aot.bytes_per_chip(program.arguments)
+        assert sum(program_parts.values()) == arguments + program.resident, program.name
+
+
+def test_chips_of_a_split_run_hold_their_own_part() -> None:
+    memory_plan = _plan("Qwen2.5-7B", "16K", "v5p-32", "", **SPLIT)
+    needs = {need.program: need for need in memory_plan.needs}
+    assert list(needs) == [*PROGRAMS, "transfer"]
+    for name in plan.SAMPLING:
+        assert not any(needs[name].parts[part] for part in ("masters", "optimizer", "gradients"))
+    # Three sets of weights, and one if they are overwritten.
+    three_sets = needs["decode"].parts["weights"]
+    in_place = memory_plan.changed({"mesh.transfer": "in_place", "staleness": 1})
+    assert three_sets == 3 * in_place.needs[1].parts["weights"] > 0
+    assert not needs["accumulate"].parts["KV cache"]
+    # Copies over the old weights happen when the update has its weights and gradients.
+    in_place_need, transfer = in_place.needs[-1], needs["transfer"]
+    cast = aot.bytes_per_chip(memory_plan.programs.trained)
+    assert transfer.parts["weights"] == cast and in_place_need.parts["weights"] == 2 * cast
+    assert in_place_need.parts["gradients"] > 0 == transfer.parts["gradients"]
+    assert 0 < transfer.parts["activations"] <= 2 * 256 * 2**20
+    rows = [line.split()[0] for line in plan.table(memory_plan).splitlines()[1:]]
+    assert rows == [*PROGRAMS, "transfer"]
+
+
+def test_batches_and_changes_of_a_split_run_are_of_its_meshes() -> None:
+    pool = {"sampler.kv_cache_tokens": 2**25}
+    memory_plan = _plan("Qwen2.5-7B", "16K", "v5p-32", "", **SPLIT | pool)
+    assert not memory_plan.fits and memory_plan.worst.program in plan.SAMPLING
+    helpful = dict(memory_plan.helpful())
+    for flags in (
+        "--config.staleness=1",
+        "--config.mesh.transfer=in_place --config.staleness=1",
+        "--config.sampler.kv_cache_tokens=98304",
+    ):
+        assert helpful[flags].worst.total < memory_plan.worst.total, flags
+    assert not any("--config.mesh.context" in flags for flags in helpful)  # of the training mesh
+
+
+@pytest.mark.slow
+def test_largest_batches_of_a_split_run_divide_over_their_own_meshes() -> None:
+    """A prompt with its answers on each of two parts of the sampling mesh; eight training rows."""
+    row = 16_384 + 8 * 4096
+    largest = _plan("Qwen2.5-7B", "16K", "v5p-32", "", **SPLIT).largest()
+    assert largest["sampler.kv_cache_tokens"] % (2 * row) == 0
+    assert largest["packing.token_budget"] % (8 * row) == 0
+
+
 @pytest.mark.slow
 def test_arguments_and_resident_memory_are_exact() -> None:
     """The parts count every argument of every program exactly once."""

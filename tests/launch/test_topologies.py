@@ -6,6 +6,7 @@ import math
 import pytest
 
 from launch import topologies
+from spell_jax.config import MeshConfig, RunMeshConfig
 
 
 @pytest.mark.parametrize(
@@ -67,3 +68,62 @@ def test_gpus_have_memory_and_peaks():
         gigabytes = {"h100": 80, "h200": 141}[kind]
         assert 0.98 < gpu.hbm / 2**30 / gigabytes < 1.03
         assert peaks.operations / peaks.memory > 200
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts"),
+    [
+        ("v4-8", 1),
+        ("v4-16", 2),
+        ("v5p-32", 4),
+        ("v5e-4", 1),
+        ("v5e-8", 1),
+        ("v5e-16", 4),
+        ("v6e-8", 1),
+        ("v6e-64", 16),
+        ("a100-8", 1),
+        ("h100-1", 1),
+    ],
+)
+def test_hosts_of_a_slice(name, hosts):
+    topology = topologies.find(name, *topologies.PLANNED_ONLY, *topologies.GPUS)
+    assert topology.hosts == hosts
+
+
+def test_meshes_of_a_split_run():
+    v5p = topologies.find("v5p-32")
+    section = RunMeshConfig(data=3, rollout_devices=1, rollout=MeshConfig(tensor=2))
+    split = topologies.abstract_meshes(v5p, section)
+    assert split.are_split and list(split.by_field()) == ["mesh", "mesh.rollout"]
+    assert split.training.shape == {"data": 3, "fsdp": 4, "context": 1, "tensor": 1, "expert": 1}
+    assert split.sampling.shape == {"data": 1, "fsdp": 2, "context": 1, "tensor": 2, "expert": 1}
+    text = "v5p-32: 16 devices, 95.74 GiB each; "
+    described = f"{text}12 train, mesh data=3 fsdp=4; 4 sample, mesh fsdp=2 tensor=2"
+    assert topologies.describe(v5p, split) == described
+    # Two meshes also if their sizes are equal.
+    halves = topologies.abstract_meshes(v5p, RunMeshConfig(rollout_devices=2))
+    assert halves.are_split and halves.training.size == halves.sampling.size == 8
+    shared = topologies.abstract_meshes(v5p, RunMeshConfig())
+    assert shared.sampling is shared.training and list(shared.by_field()) == ["mesh"]
+    assert topologies.describe(v5p, shared) == f"{text}mesh fsdp=16"
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "message"),
+    [
+        ("v5p-32", RunMeshConfig(rollout_devices=4), "mesh.rollout_devices = 4: must leave dev"),
+        ("v5e-64", RunMeshConfig(rollout_devices=2), "mesh.rollout_devices = 2: must be 0 on 16 "),
+        ("v6e-8", RunMeshConfig(rollout_devices=2), "mesh.rollout_devices = 2: must be 4 on a h"),
+        ("v5p-32", RunMeshConfig(tensor=3, rollout_devices=2), "mesh = .*on 8 devices"),
+        (
+            "v5p-32",
+            RunMeshConfig(rollout_devices=2, rollout=MeshConfig(fsdp=4)),
+            "mesh.rollout = .*: makes 4 devices, but there are 8",
+        ),
+    ],
+)
+def test_meshes_that_a_slice_cannot_have_are_rejected(name, section, message, monkeypatch):
+    monkeypatch.setattr(topologies, "devices", None)  # not asked for
+    for make_meshes in (topologies.abstract_meshes, topologies.make_meshes):
+        with pytest.raises(ValueError, match=message):
+            make_meshes(topologies.find(name), section)

@@ -1,10 +1,12 @@
 """Tests of meshes, and of shardings of tensors with logical axes."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
@@ -43,6 +45,61 @@ def test_mesh_uses_the_given_devices() -> None:
 def test_invalid_mesh_shapes_are_rejected(shape: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         meshes.make_mesh(shape)
+
+
+class FakeDevice(NamedTuple):
+    id: int
+    process_index: int
+    device_kind: str = "cpu"
+
+
+def test_last_devices_of_each_host_sample() -> None:
+    devices = [FakeDevice(number, number // 2 % 2) for number in reversed(range(8))]
+    training, sampling = meshes.split_devices(1, devices)
+    assert [device.id for device in training] == [0, 1, 4, 2, 3, 6]
+    assert [device.id for device in sampling] == [5, 7]
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts", "host_devices", "rollout_devices", "message"),
+    [
+        ("cpu", 1, 4, 4, "rollout_devices = 4: must leave devices for training on each host, whi"),
+        ("TPU v5 lite", 4, 4, 2, "rollout_devices = 2: must be 0 on 4 hosts of TPU v5 lite; libt"),
+        ("TPU v6 lite", 1, 8, 2, "rollout_devices = 2: must be 4 on a host of 8 TPU v6 lite; lib"),
+        ("TPU v6 lite", 1, 8, 4, ""),
+        ("TPU v5 lite", 1, 4, 1, ""),
+        ("TPU v5", 4, 4, 1, ""),
+    ],
+)
+def test_devices_that_cannot_be_split_are_rejected(
+    kind: str, hosts: int, host_devices: int, rollout_devices: int, message: str
+) -> None:
+    count = hosts * host_devices
+    devices = [FakeDevice(number, number // host_devices, kind) for number in range(count)]
+    if not message:
+        assert len(meshes.split_devices(rollout_devices, devices)[1]) == hosts * rollout_devices
+        return
+    with pytest.raises(ValueError, match=f"mesh.{message}"):
+        meshes.split_devices(rollout_devices, devices)
+
+
+@pytest.mark.parametrize("error", [AssertionError, NotImplementedError])
+def test_part_of_a_slice_without_a_layout_keeps_the_order_of_its_devices(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error("jax.make_mesh has no layout")
+
+    devices = [jax.devices()[number] for number in (0, 2, 3, 5, 6, 7)]
+    monkeypatch.setattr(jax, "make_mesh", refuse)
+    mesh = meshes.make_part_mesh({"data": 3, "tensor": -1}, devices)
+    assert dict(mesh.shape) == {"data": 3, "fsdp": 1, "context": 1, "tensor": 2, "expert": 1}
+    assert mesh.devices.reshape(3, 2).tolist() == [devices[:2], devices[2:4], devices[4:]]
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    with pytest.raises(error):
+        meshes.make_mesh({"fsdp": -1}, devices)
+    with pytest.raises(ValueError, match=r"mesh.rollout = .*: cannot be laid out on 6 devices"):
+        meshes.make_part_mesh({"fsdp": 4}, devices, "mesh.rollout")
 
 
 def test_parameters_are_sharded_by_their_logical_axes() -> None:

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spell_jax.runtime import mesh as meshes
-from spell_jax.trainer.transfer import Transfer
+from spell_jax.trainer.transfer import Transfer, largest_piece
 
 SPECS = {
     "embedding": PartitionSpec("tensor", ("fsdp", "context")),
@@ -57,3 +57,9 @@ def test_copies_equal_the_weights_on_the_other_mesh(shape, piece_bytes, training
     # The weights themselves stay where they are.
     for name, array in source.items():
         np.testing.assert_array_equal(array, tree[name])
+
+
+def test_largest_piece_is_a_row_or_as_many_as_fit() -> None:
+    tree = make_tree(np.float32)
+    # A layer of 16 x 8 numbers has 512 bytes, a row of the embedding 64.
+    assert [largest_piece(tree, n) for n in (1, 1100, 1 << 20)] == [512, 1088, 5 * 512]
