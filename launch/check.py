@@ -35,6 +35,7 @@ from etils import epath
 from ml_collections import config_flags
 
 from launch import device_checks, plan, topologies
+from launch.memory_plan import MemoryPlan
 from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.config import (
     RunConfig,
@@ -93,7 +94,7 @@ class Checked:
     meshes: topologies.Meshes | None = None
     folder: pathlib.Path | None = None  # of the policy
     policy: PolicyConfig | None = None  # with the config's changes
-    plan: plan.MemoryPlan | None = None  # for the largest micro-batches
+    plan: MemoryPlan | None = None  # for the largest micro-batches
     is_evaluated: bool = False  # whether a held-out evaluation was made
     workdir: epath.Path | None = None
     step: int | None = None  # of the checkpoint to resume; None means a fresh start
@@ -301,8 +302,8 @@ def _check_longest(
         )
 
 
-def _plan(checked: Checked, run: RunConfig) -> plan.MemoryPlan:
-    """Plan memory (plan.py) for the largest micro-batch that the run may have."""
+def _plan(checked: Checked, run: RunConfig) -> MemoryPlan:
+    """Plan memory (memory_plan.py) for the largest micro-batch that the run may have."""
     config, layout = checked.config, run.packing
     assert checked.policy and checked.topology
     budget, shards = layout.token_budget, checked.row_shards
@@ -315,7 +316,7 @@ def _plan(checked: Checked, run: RunConfig) -> plan.MemoryPlan:
         answers = min(answers, bucket.length)
         bucket = shapes.bucket_for(bucket.length, answers, checked.context)
     length = config.sampler.max_prompt
-    return plan.MemoryPlan(config, checked.policy, checked.topology, length, bucket)
+    return MemoryPlan(config, checked.policy, checked.topology, length, bucket)
 
 
 # ----------------------------------------------------------------------------------------- Workdir

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from launch import plan, topologies
+from launch import topologies
+from launch.memory_plan import SAMPLING, MemoryPlan
 from launch.topologies import GIB
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
@@ -77,8 +78,8 @@ def replicated_weights(policy: PolicyConfig, run_meshes: topologies.Meshes) -> l
     return remarks
 
 
-# Part of memory (plan.PARTS) -> field whose change makes it smaller, and the change. Used for the
-# largest part of the program that takes the most memory.
+# Part of memory (memory_plan.PARTS) -> field whose change makes it smaller, and the change. Used
+# for the largest part of the program that takes the most memory.
 _SMALLER = {
     "weights": ("mesh.fsdp", "more, or mesh.context or mesh.tensor, or policy.base_dtype 'int8'"),
     "masters": ("mesh.fsdp", "more, or mesh.context, or policy.lora_rank above 0"),
@@ -97,13 +98,13 @@ _SMALLER_SAMPLING = {
 }
 
 
-def check_memory(memory: plan.MemoryPlan) -> None:
+def check_memory(memory: MemoryPlan) -> None:
     """Raise ValueError with a remedy if a program takes more memory than a device has."""
     if memory.fits:
         return
     worst, topology = memory.worst, memory.topology
     part = max(worst.parts, key=lambda name: worst.parts[name])
-    is_sampling = memory.programs.meshes.are_split and worst.program in plan.SAMPLING
+    is_sampling = memory.programs.meshes.are_split and worst.program in SAMPLING
     field, change = (_SMALLER_SAMPLING if is_sampling else _SMALLER)[part]
     remarks = replicated_weights(memory.policy, memory.programs.meshes)
     whole_weights = [f"; {remark}" for remark in remarks]

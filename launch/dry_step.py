@@ -43,7 +43,6 @@ _PARAGRAPH = 400  # characters, as many as a puzzle's option may have
 # Templates that hold all documents, and tokens beside them: a question, or marks of options.
 _TEMPLATES = (f"responder_{_TASK}.txt", "evidence.txt", "reconstruction.txt")
 _BESIDE = 160
-_SEED = 0  # of the answers' lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +91,10 @@ def check(config: Config, work: Workload) -> AlgorithmConfig:
     return algorithm
 
 
-def run_step(config: Config, sampler: Sampler, work: Workload) -> DryStep:
+def run_step(config: Config, sampler: Sampler, work: Workload, seed: int = 0) -> DryStep:
     """Run the first step of the config's algorithm on the sizes of `sampler`.
+
+    `seed` is of the replies' lengths.
 
     ValueError if the algorithm has no function for dry replies, if prompts of `work.prompt` tokens
     are too short for templates and documents, or if a request can never fit into the pool.
@@ -101,7 +102,7 @@ def run_step(config: Config, sampler: Sampler, work: Workload) -> DryStep:
     algorithm_config = check(config, work)
     spec = registry.ALGORITHMS[algorithm_config.name]
     assert spec.write_replies is not None
-    writer = _Writer(spec.write_replies, algorithm_config, work)
+    writer = _Writer(spec.write_replies, algorithm_config, work, seed)
     sizes = sampler.config, sampler.shape, sampler.shards
     dry_sampler = DrySampler(*sizes, writer.write, sampler.policy.mean_pairs)
     model = TextSampler(cast(Any, dry_sampler), cast(Any, DryTokenizer()))
@@ -152,9 +153,9 @@ class DryTokenizer:
 class _Writer:
     """Replies of all agents: the algorithm's texts, padded with id 0 to random lengths."""
 
-    def __init__(self, write_replies: Any, config: Any, work: Workload):
+    def __init__(self, write_replies: Any, config: Any, work: Workload, seed: int):
         self._write_replies, self._config, self._work = write_replies, config, work
-        self._rng = np.random.default_rng(_SEED)
+        self._rng = np.random.default_rng(seed)
         self._tokenizer = DryTokenizer()
         self._calls: Counter[tuple[str, int]] = Counter()  # of an agent for a number of replies
 

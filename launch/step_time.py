@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from launch import aot, topologies
-from launch.dry_step import Workload, run_step
+from launch.dry_step import DryStep, Workload, run_step
 from launch.topologies import Peaks
 from launch.work import ProgramCounts, Work
 from spell_jax.learner import packing, trees
@@ -154,6 +154,21 @@ class Phase(NamedTuple):
     seconds: Seconds
 
 
+class StepPhases(NamedTuple):
+    """Phases of a step in the order of the table, by the mesh that runs them."""
+
+    rollout: list[Phase]
+    update: list[Phase]
+
+    @property
+    def rollout_s(self) -> float:
+        return sum(phase.seconds.total for phase in self.rollout)
+
+    @property
+    def update_s(self) -> float:
+        return sum(phase.seconds.total for phase in self.update)
+
+
 # -------------------------------------------------------------------------------------------- Step
 
 
@@ -180,23 +195,40 @@ def count_programs(programs: aot.RunPrograms, topology: topologies.Topology) -> 
     return ProgramCounts(programs, bool(topology.layout), len(topology.shape))
 
 
-def phases(counts: ProgramCounts, topology: topologies.Topology, work: Workload) -> list[Phase]:
-    """Estimate the phases of a step on a slice or node, in the order of the table."""
+def phases(
+    counts: ProgramCounts, topology: topologies.Topology, work: Workload, seed: int = 0
+) -> StepPhases:
+    """Estimate the phases of a step on a slice or node; `seed` is of the replies' lengths."""
     programs = counts.programs
-    step, chip = run_step(programs.config, programs.sampler, work), machine(topology)
-    sampler = programs.sampler
-    call_tokens = sampler.shards * sampler.shape.tasks * sampler.shape.page_size
-    slots, step_phases = sampler.shards * sampler.shape.slots, []
+    step, chip = run_step(programs.config, programs.sampler, work, seed), machine(topology)
     has_experts = bool(programs.policy.experts)
 
-    def add(name: str, kind: str, calls: float, total: Work) -> None:
-        step_phases.append(Phase(name, calls, chip.seconds(kind, total, has_experts)))
+    def phase(name: str, kind: str, calls: float, total: Work) -> Phase:
+        return Phase(name, calls, chip.seconds(kind, total, has_experts))
 
+    return StepPhases(
+        [phase(*row) for row in _rollout_rows(counts.sampling, step)],
+        [phase(*row) for row in _update_rows(counts, step)],
+    )
+
+
+# Name, kind, calls and work of a phase.
+_Row = tuple[str, str, float, Work]
+
+
+def _rollout_rows(counts: ProgramCounts, step: DryStep) -> Iterator[_Row]:
+    sampler = counts.programs.sampler
+    call_tokens = sampler.shards * sampler.shape.tasks * sampler.shape.page_size
+    slots = sampler.shards * sampler.shape.slots
     for name, agent_counts in step.counts_by_agent.items():
         prefill = prefill_work(counts, agent_counts, call_tokens)
-        add(f"{name}: prefill", "prefill", agent_counts.calls, prefill)
+        yield f"{name}: prefill", "prefill", agent_counts.calls, prefill
         decode = decode_work(counts, agent_counts, slots)
-        add(f"{name}: decode", "decode", agent_counts.passes, decode)
+        yield f"{name}: decode", "decode", agent_counts.passes, decode
+
+
+def _update_rows(counts: ProgramCounts, step: DryStep) -> Iterator[_Row]:
+    programs = counts.programs
     batches = micro_batches(programs, step.groups)
     loss = build(LossConfig, programs.config.loss, "loss")
     forward, update = (
@@ -205,15 +237,14 @@ def phases(counts: ProgramCounts, topology: topologies.Topology, work: Workload)
     )
     calls = sum(batches.values())
     if loss.old_logprobs == "recompute":
-        add("old logprobs", "update", calls, forward)
+        yield "old logprobs", "update", calls, forward
     if loss.needs_reference:
-        add("reference logprobs", "update", calls, forward)
-    add("update", "update", calls, update)
+        yield "reference logprobs", "update", calls, forward
+    yield "update", "update", calls, update
     # One cast for the rollout, and one for each mini-batch, which has new weights.
     steps = programs.config.minibatches
     weights = counts.apply().times(steps) + counts.cast().times(1 + steps)
-    add("optimizer, cast", "update", steps, weights)
-    return step_phases
+    yield "optimizer, cast", "update", steps, weights
 
 
 def prefill_work(counts: ProgramCounts, agent_counts: AgentCounts, call_tokens: int) -> Work:
@@ -283,19 +314,28 @@ def tree_pairs(
 
 def machine(topology: topologies.Topology) -> Machine:
     """Return the peaks and shares of a chip of a slice or node."""
-    return Machine(topologies.peaks(topology), SHARES[topology.name.partition("-")[0]])
+    return Machine(topologies.peaks(topology), SHARES[topology.generation])
 
 
-def format_phases(step_phases: list[Phase]) -> str:
-    """Format one line per phase, and the whole step."""
+def format_phases(step: StepPhases, is_split: bool) -> str:
+    """Format one line per phase, and the whole step, or with `is_split` the parts of each mesh."""
     names = ("seconds", "share", "bound by", "compute", "memory", "links", "calls")
     lines = [f"{'':24}" + "".join(f"{name:>10}" for name in names)]
-    total_seconds = sum(phase.seconds.total for phase in step_phases)
-    for name, calls, seconds in step_phases:
-        parts = "".join(f"{part:10.2f}" for part in seconds[:3])
-        cells = f"{seconds.total:10.2f}{seconds.total / total_seconds:10.1%}{seconds.bound:>10}"
-        lines.append(f"{name:24}{cells}{parts}{calls:10,.0f}")
-    return "\n".join([*lines, f"{'whole step':24}{total_seconds:10.2f}{1:10.1%}"])
+    parts = {"whole step": step.rollout + step.update}
+    if is_split:
+        parts = {"whole rollout": step.rollout, "whole update": step.update}
+    for total, part in parts.items():
+        total_seconds = sum(phase.seconds.total for phase in part)
+        lines += [_format_phase(phase, total_seconds) for phase in part]
+        lines.append(f"{total:24}{total_seconds:10.2f}{1:10.1%}")
+    return "\n".join(lines)
+
+
+def _format_phase(phase: Phase, total_seconds: float) -> str:
+    name, calls, seconds = phase
+    parts = "".join(f"{part:10.2f}" for part in seconds[:3])
+    cells = f"{seconds.total:10.2f}{seconds.total / total_seconds:10.1%}{seconds.bound:>10}"
+    return f"{name:24}{cells}{parts}{calls:10,.0f}"
 
 
 def describe_step(programs: aot.RunPrograms, topology: topologies.Topology, work: Workload) -> str:
@@ -304,15 +344,18 @@ def describe_step(programs: aot.RunPrograms, topology: topologies.Topology, work
     longest = {"tokens": cap, "verdict_tokens": cap_of_verdicts}
     counts = count_programs(programs, topology)  # traces each program once for both steps
     capped = phases(counts, topology, dataclasses.replace(work, **longest))
-    capped_seconds = sum(phase.seconds.total for phase in capped)
+    is_split = programs.meshes.are_split
+    capped_seconds = f"{capped.rollout_s + capped.update_s:.0f} s"
+    if is_split:
+        capped_seconds = f"rollout {capped.rollout_s:.0f} s, update {capped.update_s:.0f} s"
     assumptions = ", ".join(f"--{name}={value}" for name, value in dataclasses.asdict(work).items())
     lines = [
         topologies.describe(topology, programs.meshes),
         "",
-        format_phases(phases(counts, topology, work)),
+        format_phases(phases(counts, topology, work), is_split),
         "",
         f"If every answer had {cap} tokens and every verdict "
-        f"{cap_of_verdicts}, their caps: {capped_seconds:.0f} s",
+        f"{cap_of_verdicts}, their caps: {capped_seconds}",
         f"Assumed: {assumptions.replace('--prompt', '--length')}",
         f"Assumed shares of the peaks: {machine(topology).shares}",
         "Not counted: the host between calls, offloading, checkpoints, an external judge. A model "

@@ -209,13 +209,18 @@ def abstract_meshes(topology: Topology, section: RunMeshConfig) -> Meshes:
     """Make the meshes of a run without devices; ValueError if they do not fit the topology."""
     if not section.rollout_devices:
         return Meshes(abstract_mesh(topology, section.axes))
-    hosts, kind = topology.hosts, _KINDS.get(topology.generation, "")
-    meshes.check_rollout_devices(section.rollout_devices, topology.chips // hosts, hosts, kind)
-    sampling = hosts * section.rollout_devices
+    check_split(topology, section.rollout_devices)
+    sampling = topology.hosts * section.rollout_devices
     return Meshes(
         _abstract_mesh(section.axes, topology.chips - sampling),
         _abstract_mesh(section.rollout.axes, sampling, "mesh.rollout"),
     )
+
+
+def check_split(topology: Topology, rollout_devices: int) -> None:
+    """Raise ValueError unless the hosts of a topology can have as many sampling devices."""
+    hosts, kind = topology.hosts, _KINDS.get(topology.generation, "")
+    meshes.check_rollout_devices(rollout_devices, topology.chips // hosts, hosts, kind)
 
 
 def make_meshes(topology: Topology, section: RunMeshConfig) -> Meshes:

@@ -129,15 +129,26 @@ def _product_operations(equation: Any) -> float:
 
 
 class ProgramCounts:
-    """Counts of a run's programs on a mesh, which may be abstract."""
+    """Counts of a run's programs on a mesh, which may be abstract.
 
-    def __init__(self, programs: aot.RunPrograms, splash: bool = False, dimensions: int = 1):
+    Attributes:
+      sampling: counts on the mesh of prefill and decode; of all other programs, this object's.
+    """
+
+    def __init__(
+        self,
+        programs: aot.RunPrograms,
+        splash: bool = False,
+        dimensions: int = 1,
+        mesh: Any = None,
+    ):
         """Count for a run; nothing is traced yet.
 
         `splash` says whether attention's backward pass is splash.py's (TPU), `dimensions` counts
-        the physical axes of the slice, which a collective crosses one after the other.
+        the physical axes of the slice, which a collective crosses one after the other. `mesh` is by
+        default the training mesh.
         """
-        self.policy, self.mesh = programs.policy, programs.mesh
+        self.policy, self.mesh = programs.policy, mesh or programs.mesh
         self.itemsize = programs.learner.compute_dtype.itemsize
         self.splash, self.dimensions = splash, dimensions
         self.programs = programs
@@ -148,6 +159,9 @@ class ProgramCounts:
         scaled = 1 + 4 / self.policy.head_size  # a float32 scale for each token and head
         self.cached_bytes = scaled if cache == "int8" else self.itemsize
         self._products: dict[str, Products] = {}
+        rollout = programs.meshes.rollout
+        is_both = mesh is not None or rollout is None
+        self.sampling = self if is_both else ProgramCounts(programs, splash, dimensions, rollout)
 
     def products(self, name: str) -> Products:
         """Return the products of a program of aot.PROGRAMS for one token and one answer slot."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.accelerator import shapes, trace
 from benchmarks.accelerator.section import Case, Numbers, Setting, seconds_of
-from launch import aot, plan
+from launch import aot, memory_plan
 from spell_jax.config import default_config
 from spell_jax.data.samples import Sample
 from spell_jax.learner import packing
@@ -112,7 +112,9 @@ def _programs(policy: PolicyConfig, sizes: UpdateSizes, layout: str) -> aot.RunP
 
 def _planned(programs: aot.RunPrograms) -> int:
     """Return the bytes that launch.plan predicts for the larger program of an update."""
-    needs = [need for need in plan.needs(programs) if need.program in ("accumulate", "apply")]
+    needs = [
+        need for need in memory_plan.needs(programs) if need.program in ("accumulate", "apply")
+    ]
     return max(need.total for need in needs)
 
 

@@ -15,7 +15,7 @@ import pytest
 from etils import epath
 
 from docs.tools import commands, site
-from launch import plan, topologies, xmanager
+from launch import topologies, xmanager
 from launch.experiments import __main__ as command
 from launch.experiments import printer, registry
 from launch.experiments.experiment import (
@@ -30,6 +30,7 @@ from launch.experiments.experiment import (
     TableRow,
     VerdictShare,
 )
+from launch.memory_plan import MemoryPlan
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.configs import eapo, paper, reconstruction, rlvr
 from spell_jax.data import clusters
@@ -203,7 +204,7 @@ def test_run_fits_its_slice(run: PaperRun):
     ]
     for topology in slices:
         try:
-            fits = plan.MemoryPlan(config, shape, topology, config.sampler.max_prompt).fits
+            fits = MemoryPlan(config, shape, topology, config.sampler.max_prompt).fits
         except ValueError:  # the mesh needs more devices
             fits = False
         if fits:

@@ -1,4 +1,4 @@
-"""Tests of launch/plan.py: exact resident memory, and peaks near the compiler's figures."""
+"""Tests of launch/memory_plan.py and plan.py: exact resident memory, peaks near the compiler's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from launch import aot, plan, topologies
+from launch.memory_plan import PARTS, SAMPLING, MemoryPlan, arguments_and_resident
+from launch.topologies import GIB
 from spell_jax.configs import paper
 from spell_jax.learner import packing
 from spell_jax.policy.config import LoraConfig, PolicyConfig
@@ -48,7 +50,7 @@ def _rows() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def _plan(name: str, prompt: str, topology: str, changes: str, **fields: Any) -> plan.MemoryPlan:
+def _plan(name: str, prompt: str, topology: str, changes: str, **fields: Any) -> MemoryPlan:
     """Plan the memory of a table row; `changes` are like "mesh.context=16 policy.ring=True"."""
     model, policy = POLICIES[name]
     config = paper.get_config(model)
@@ -62,7 +64,7 @@ def _plan(name: str, prompt: str, topology: str, changes: str, **fields: Any) ->
         ring=ring,
         remat=config.policy.remat,
     )
-    return plan.MemoryPlan(config, policy, topologies.find(topology), LENGTHS[prompt])
+    return MemoryPlan(config, policy, topologies.find(topology), LENGTHS[prompt])
 
 
 @pytest.mark.parametrize("row", _rows(), ids=lambda row: " ".join(row[:3]))
@@ -72,8 +74,8 @@ def test_planned_peak_memory_is_within_25_percent_of_compiled(row: list[str]) ->
     assert [need.program for need in memory_plan.needs] == list(PROGRAMS)
     for need, cell in zip(memory_plan.needs, cells, strict=True):
         peak, resident = (float(number) for number in cell.split(" + "))
-        assert need.resident / plan.GIB == pytest.approx(resident, abs=0.006), need.program
-        planned_peak = (need.total - need.resident) / plan.GIB
+        assert need.resident / GIB == pytest.approx(resident, abs=0.006), need.program
+        planned_peak = (need.total - need.resident) / GIB
         assert planned_peak == pytest.approx(peak, rel=0.25), need.program
     assert memory_plan.fits
 
@@ -97,7 +99,7 @@ SPLIT = {"mesh.rollout_devices": 2, "mesh.rollout.tensor": 4, "staleness": 2, "m
 def test_parts_count_arguments_and_resident_memory_once(fields: dict[str, Any]) -> None:
     memory_plan = _plan("Qwen2.5-7B", "16K", "v5p-32", "", **{"mesh.fsdp": -1} | fields)
     for program in memory_plan.programs.select("all"):
-        program_parts = plan._arguments_and_resident(memory_plan.programs, program)
+        program_parts = arguments_and_resident(memory_plan.programs, program)
         arguments = aot.bytes_per_chip(program.arguments)
         assert sum(program_parts.values()) == arguments + program.resident, program.name
 
@@ -106,7 +108,7 @@ def test_chips_of_a_split_run_hold_their_own_part() -> None:
     memory_plan = _plan("Qwen2.5-7B", "16K", "v5p-32", "", **SPLIT)
     needs = {need.program: need for need in memory_plan.needs}
     assert list(needs) == [*PROGRAMS, "transfer"]
-    for name in plan.SAMPLING:
+    for name in SAMPLING:
         assert not any(needs[name].parts[part] for part in ("masters", "optimizer", "gradients"))
     # Three sets of weights, and one if they are overwritten.
     three_sets = needs["decode"].parts["weights"]
@@ -126,7 +128,7 @@ def test_chips_of_a_split_run_hold_their_own_part() -> None:
 def test_batches_and_changes_of_a_split_run_are_of_its_meshes() -> None:
     pool = {"sampler.kv_cache_tokens": 2**25}
     memory_plan = _plan("Qwen2.5-7B", "16K", "v5p-32", "", **SPLIT | pool)
-    assert not memory_plan.fits and memory_plan.worst.program in plan.SAMPLING
+    assert not memory_plan.fits and memory_plan.worst.program in SAMPLING
     helpful = dict(memory_plan.helpful())
     for flags in (
         "--config.staleness=1",
@@ -151,7 +153,7 @@ def test_arguments_and_resident_memory_are_exact() -> None:
     """The parts count every argument of every program exactly once."""
     memory_plan = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8 mesh.fsdp=2")
     for program in memory_plan.programs.select("all"):
-        program_parts = plan._arguments_and_resident(memory_plan.programs, program)
+        program_parts = arguments_and_resident(memory_plan.programs, program)
         arguments = aot.bytes_per_chip(program.arguments)
         assert sum(program_parts.values()) == arguments + program.resident, program.name
     state = memory_plan.programs.state
@@ -240,14 +242,14 @@ def test_remat_policies_are_ordered_by_saved_activation_memory() -> None:
 def test_adapters_shrink_masters_optimizer_and_gradients() -> None:
     full_plan = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=16")
     policy = dataclasses.replace(full_plan.policy, lora=LoraConfig(16))
-    adapter_plan = plan.MemoryPlan(full_plan.config, policy, full_plan.topology, full_plan.length)
+    adapter_plan = MemoryPlan(full_plan.config, policy, full_plan.topology, full_plan.length)
     parts, all_parts = adapter_plan.needs[3].parts, full_plan.needs[3].parts
     for part in ("masters", "optimizer", "gradients"):
         assert 0 < parts[part] < all_parts[part] / 10
     assert parts["weights"] > all_parts["weights"]
 
 
-def _adapted(topology: str, **fields: Any) -> plan.MemoryPlan:
+def _adapted(topology: str, **fields: Any) -> MemoryPlan:
     """Plan Qwen2.5-7B with adapters over an int8 base, prompts of 16K tokens, on one GPU."""
     config = paper.get_config("qwen2.5-7b-instruct")
     changes = {"mesh.fsdp": 1, "policy.lora_rank": 16, "policy.base_dtype": "int8"}
@@ -255,7 +257,7 @@ def _adapted(topology: str, **fields: Any) -> plan.MemoryPlan:
     policy = dataclasses.replace(QWEN, lora=LoraConfig(16, base_dtype="int8"), remat="block")
     place = topologies.find(topology, *topologies.PLANNED_ONLY, *topologies.GPUS)
     bucket = packing.Bucket(20_480, 4096)  # a prompt with one answer; other answers get more rows
-    return plan.MemoryPlan(config, policy, place, 16_384, bucket)
+    return MemoryPlan(config, policy, place, 16_384, bucket)
 
 
 def test_int8_base_of_a_7b_takes_less_than_8_2_gb() -> None:
@@ -293,9 +295,9 @@ def test_adapters_of_a_7b_at_16k_tokens_fit_one_gpu(topology: str, fields: dict[
     assert memory_plan.worst.total < 0.92 * memory_plan.topology.hbm
     policy = dataclasses.replace(memory_plan.policy, lora=LoraConfig(16))
     arguments = memory_plan.topology, memory_plan.length, memory_plan.bucket
-    plain = plan.MemoryPlan(memory_plan.config, policy, *arguments)
+    plain = MemoryPlan(memory_plan.config, policy, *arguments)
     assert plain.fits == (topology == "h100-1")
-    assert plain.worst.total - memory_plan.worst.total > 6 * plan.GIB
+    assert plain.worst.total - memory_plan.worst.total > 6 * GIB
     assert "--config.policy.base_dtype=int8" in dict(plain.helpful())
 
 
@@ -313,7 +315,7 @@ def test_command_prints_table_and_sets_exit_status(tmp_path: pathlib.Path) -> No
     ]
     assert [process.returncode for process in processes] == [1, 0], processes[0].stderr
     assert "prompts of 16384 tokens" in processes[0].stdout  # the config's cap
-    for word in (*plan.PARTS, *PROGRAMS):
+    for word in (*PARTS, *PROGRAMS):
         assert word in processes[1].stdout
 
 

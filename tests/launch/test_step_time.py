@@ -63,7 +63,8 @@ def _phases(topology: str, length: int = 4096, **fields: Any) -> dict[str, Phase
     work = step_time.workload(programs.config, length)
     place = topologies.find(topology, *topologies.PLANNED_ONLY)
     counts = step_time.count_programs(programs, place)
-    return {phase.name: phase for phase in step_time.phases(counts, place, work)}
+    step = step_time.phases(counts, place, work)
+    return {phase.name: phase for phase in step.rollout + step.update}
 
 
 def _total(topology: str, **fields: Any) -> float:
