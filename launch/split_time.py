@@ -1,8 +1,8 @@
 """Compare devices of their own for rollouts with shared devices, in seconds of a step (--time).
 
-1. Layouts: shared devices; half, and a quarter, of each host's devices for sampling; and the
-   config's own split. The axes of each mesh are the config's as far as they divide its devices, and
-   the rest is on `fsdp`, or on `data` where it does not divide the width of the weights.
+1. Layouts: shared devices; half, a quarter or three quarters of each host's devices for sampling;
+   and the config's own split. The axes of each mesh are the config's as far as they divide its
+   devices, and the rest is on `fsdp`, or on `data` where it does not divide the weights' width.
 2. step_time.py estimates rollout and update of a few dry steps, whose replies have other lengths.
 3. Many steps with these seconds in random order go through the loop of the trainer
    (trainer/loop.py, trainer/split_rollouts.py), with its staleness and checkpoints (`play`).
@@ -30,6 +30,7 @@ from spell_jax.runtime import mesh as meshes
 
 DRY_STEPS = 3  # of each layout; the totals of steps differ by a few percent
 _PLAYED_STEPS = 200
+_RATIOS = ((1, 1), (3, 1), (1, 3))  # training to sampling devices of each host
 
 
 class Step(NamedTuple):
@@ -131,8 +132,8 @@ def layouts(base: MemoryPlan) -> Iterator[Layout]:
     if config_devices:
         name = f"config's {host_chips - config_devices}:{config_devices}"
         yield Layout(name, {}, (config.staleness,))
-    for ratio in (1, 3):
-        rollout_devices, remainder = divmod(host_chips, 1 + ratio)
+    for trainers, samplers in _RATIOS:
+        rollout_devices, remainder = divmod(samplers * host_chips, trainers + samplers)
         if remainder or rollout_devices == config_devices:
             continue
         topologies.check_split(topology, rollout_devices)
@@ -140,7 +141,7 @@ def layouts(base: MemoryPlan) -> Iterator[Layout]:
         axes = _axes("mesh", sizes, topology.chips - sampling, width)
         axes |= _axes("mesh.rollout", sizes, sampling, width)
         fields = {"mesh.rollout_devices": rollout_devices, "mesh.transfer": "overlapped"}
-        yield Layout(f"split {ratio}:1", fields | axes, (1, 2))
+        yield Layout(f"split {trainers}:{samplers}", fields | axes, (1, 2))
 
 
 def _axes(field: str, sizes: Mapping[str, int], chips: int, width: int) -> dict[str, int]:

@@ -90,7 +90,7 @@ def sizes(layout: split_time.Layout, field: str) -> dict[str, int]:
 
 
 def test_freed_devices_are_on_fsdp_or_data() -> None:
-    shared, even, quarter = split_time.layouts(make_plan("v5p-32", **{"mesh.tensor": 4}))
+    shared, even, quarter, most = split_time.layouts(make_plan("v5p-32", **{"mesh.tensor": 4}))
     assert (shared.name, shared.staleness) == ("shared", (0, 1))
     assert (even.name, even.staleness, quarter.name) == ("split 1:1", (1, 2), "split 3:1")
     assert even.fields["mesh.rollout_devices"] == 2 and quarter.fields["mesh.rollout_devices"] == 1
@@ -98,17 +98,20 @@ def test_freed_devices_are_on_fsdp_or_data() -> None:
     # Three does not divide the width, 3584.
     assert sizes(quarter, "mesh") == {"data": 3, "tensor": 4}
     assert sizes(quarter, "mesh.rollout") == {"tensor": 4}
+    assert most.name == "split 1:3" and most.fields["mesh.rollout_devices"] == 3
+    assert sizes(most, "mesh") == {"tensor": 4}
+    assert sizes(most, "mesh.rollout") == {"data": 3, "tensor": 4}
 
 
 def test_axes_shrink_where_they_do_not_divide_the_devices() -> None:
-    *_, quarter = split_time.layouts(make_plan("a100-8", **{"mesh.tensor": 4}))
+    *_, quarter, _ = split_time.layouts(make_plan("a100-8", **{"mesh.tensor": 4}))
     assert sizes(quarter, "mesh") == {"data": 3, "tensor": 2}
     assert sizes(quarter, "mesh.rollout") == {"tensor": 2}
 
 
 def test_split_of_the_config_has_a_layout_of_its_own() -> None:
     base = make_plan("a100-8", **SPLIT, **{"mesh.tensor": 2, "mesh.fsdp": 1, "mesh.data": 3})
-    shared, two_of_eight, even = split_time.layouts(base)
+    shared, two_of_eight, even, most = split_time.layouts(base)
     assert (
         sizes(shared, "mesh") == {"fsdp": 4, "tensor": 2}
         and not shared.fields["mesh.rollout_devices"]
@@ -118,7 +121,7 @@ def test_split_of_the_config_has_a_layout_of_its_own() -> None:
         {},
         (1,),
     )
-    assert even.name == "split 1:1"
+    assert (even.name, most.name) == ("split 1:1", "split 1:3")
 
 
 def test_slices_without_parts_have_the_shared_layout_alone() -> None:
@@ -179,12 +182,14 @@ def test_comparison_prints_a_row_per_layout_and_the_fastest(monkeypatch: Any) ->
     assert 120 < float(step) < 121 and idle == ["58%", "0%"]
     rollout, update, _, step, *_ = rows["split 3:1, staleness 2"]
     assert (rollout, update) == ("60.0", "80.0") and 80 < float(step) < 81
-    assert list(rows)[2:] == [f"split {n}:1, staleness {k}" for n in (1, 3) for k in (1, 2)]
+    assert list(rows)[2:] == [
+        f"split {ratio}, staleness {k}" for ratio in ("1:1", "3:1", "1:3") for k in (1, 2)
+    ]
     assert best.startswith("Best: split 3:1, staleness 1, 1.31 times as fast as shared devices: ")
     assert "--config.mesh.rollout_devices=1" in best and "--config.mesh.rollout.tensor=4" in best
     base.topology = base.topology._replace(hbm=2**30)
     text = split_time.describe(base, work)
-    assert text.count(" GiB of 1.0") == 6 and "Best" not in text
+    assert text.count(" GiB of 1.0") == 8 and "Best" not in text
 
 
 def test_layout_that_the_run_cannot_have_is_a_line_of_its_own(monkeypatch: Any) -> None:
