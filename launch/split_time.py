@@ -29,7 +29,7 @@ from spell_jax.policy import lora
 from spell_jax.runtime import mesh as meshes
 
 DRY_STEPS = 3  # of each layout; the totals of steps differ by a few percent
-_PLAYED_STEPS = 200
+_PLAYED_STEPS = 60 * DRY_STEPS
 _RATIOS = ((1, 1), (3, 1), (1, 3))  # training to sampling devices of each host
 
 
@@ -171,7 +171,7 @@ def compare(base: MemoryPlan, work: Workload, layout: Layout) -> Iterator[Compar
     dry = [step_time.phases(counts, topology, work, seed) for seed in range(DRY_STEPS)]
     seconds = [Step(step.rollout_s, step.update_s) for step in dry]
     mean = Step(*(sum(parts) / len(parts) for parts in zip(*seconds, strict=True)))
-    order = np.random.default_rng(0).integers(len(seconds), size=_PLAYED_STEPS)
+    order = np.random.default_rng(0).permutation(_PLAYED_STEPS) % len(seconds)
     transfer_s = transfer_seconds(programs, topology)
     for staleness, memory in tried.items():
         pace = Pace(sum(mean))

@@ -90,7 +90,9 @@ def sizes(layout: split_time.Layout, field: str) -> dict[str, int]:
 
 
 def test_freed_devices_are_on_fsdp_or_data() -> None:
-    shared, even, quarter, most = split_time.layouts(make_plan("v5p-32", **{"mesh.tensor": 4}))
+    shared, even, quarter, three_quarters = split_time.layouts(
+        make_plan("v5p-32", **{"mesh.tensor": 4})
+    )
     assert (shared.name, shared.staleness) == ("shared", (0, 1))
     assert (even.name, even.staleness, quarter.name) == ("split 1:1", (1, 2), "split 3:1")
     assert even.fields["mesh.rollout_devices"] == 2 and quarter.fields["mesh.rollout_devices"] == 1
@@ -98,9 +100,9 @@ def test_freed_devices_are_on_fsdp_or_data() -> None:
     # Three does not divide the width, 3584.
     assert sizes(quarter, "mesh") == {"data": 3, "tensor": 4}
     assert sizes(quarter, "mesh.rollout") == {"tensor": 4}
-    assert most.name == "split 1:3" and most.fields["mesh.rollout_devices"] == 3
-    assert sizes(most, "mesh") == {"tensor": 4}
-    assert sizes(most, "mesh.rollout") == {"data": 3, "tensor": 4}
+    assert three_quarters.name == "split 1:3" and three_quarters.fields["mesh.rollout_devices"] == 3
+    assert sizes(three_quarters, "mesh") == {"tensor": 4}
+    assert sizes(three_quarters, "mesh.rollout") == {"data": 3, "tensor": 4}
 
 
 def test_axes_shrink_where_they_do_not_divide_the_devices() -> None:
@@ -111,7 +113,7 @@ def test_axes_shrink_where_they_do_not_divide_the_devices() -> None:
 
 def test_split_of_the_config_has_a_layout_of_its_own() -> None:
     base = make_plan("a100-8", **SPLIT, **{"mesh.tensor": 2, "mesh.fsdp": 1, "mesh.data": 3})
-    shared, two_of_eight, even, most = split_time.layouts(base)
+    shared, two_of_eight, even, three_quarters = split_time.layouts(base)
     assert (
         sizes(shared, "mesh") == {"fsdp": 4, "tensor": 2}
         and not shared.fields["mesh.rollout_devices"]
@@ -121,7 +123,7 @@ def test_split_of_the_config_has_a_layout_of_its_own() -> None:
         {},
         (1,),
     )
-    assert (even.name, most.name) == ("split 1:1", "split 1:3")
+    assert (even.name, three_quarters.name) == ("split 1:1", "split 1:3")
 
 
 def test_slices_without_parts_have_the_shared_layout_alone() -> None:
