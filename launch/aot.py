@@ -282,7 +282,7 @@ class RunPrograms:
     def _copies(self) -> int:
         """Bytes per chip of the float32 copies of the policy (frozen reader, KL reference).
 
-        The compute-dtype policy is among a program's arguments (trainer/rollout_params.py).
+        The compute-dtype policy is among a program's arguments (SharedParams, trainer/state.py).
         """
         copies = self.learner.loss.needs_reference + len(self.algorithm.frozen_copies)
         return copies * bytes_per_chip(self.state.params)
@@ -301,7 +301,7 @@ class RunPrograms:
         """Bytes per sampling chip that the trainer holds besides arguments of prefill and decode.
 
         On chips of their own: weights in the compute dtype, older ones and frozen copies
-        (SplitParams, trainer/rollout_params.py).
+        (SplitParams, trainer/split_params.py).
         """
         if self.meshes.are_split:
             trained, _ = lora.split(self.policy, self.rollout_params)
