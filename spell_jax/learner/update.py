@@ -98,14 +98,10 @@ def make_update_fns(spec: UpdateSpec, mesh: jax.sharding.Mesh) -> UpdateFns:
     replicated = meshes.replicated(mesh)
     abstract = _abstract_state(spec, mesh, trained_shapes, param_shardings)
     state_shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    zeros = jax.jit(
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained_shapes),
-        out_shardings=param_shardings,
-    )
 
     def empty_carry() -> Carry:
-        sums = _empty_sums(spec)
-        return zeros(), meshes.device_put(sums, jax.tree.map(lambda _: replicated, sums))
+        gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained_shapes)
+        return gradients, jax.tree.map(jnp.asarray, _empty_sums(spec))
 
     def random(key: jax.Array, part: str) -> Params:
         shardings = param_shardings if part == "trained" else frozen_shardings
@@ -121,7 +117,7 @@ def make_update_fns(spec: UpdateSpec, mesh: jax.sharding.Mesh) -> UpdateFns:
             functools.partial(init_state, spec), out_shardings=state_shardings, donate_argnums=0
         ),
         cast=jax.jit(functools.partial(cast, spec)),
-        empty_carry=empty_carry,
+        empty_carry=jax.jit(empty_carry, out_shardings=(param_shardings, replicated)),
         # The carry goes out as it came in, so that every call after the first is the same program.
         accumulate=jax.jit(
             functools.partial(accumulate, spec),
