@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from launch import check, plan
+from launch import check, memory_plan
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.config import change_algorithm, model_sections
@@ -554,7 +554,7 @@ def test_memory_of_chosen_shapes_is_planned_for_the_whole_budget(monkeypatch) ->
     assert "rows of 2,048 tokens" in described
     assert re.search(r" 4 rows of \d+ tokens .*: 1 micro-batches of 4", described)
     # Rows without end fit into a device of unknown memory: 4,096 of them are 2,048 plans, 116 s.
-    monkeypatch.setattr(plan, "_MOST_ROWS", 8)
+    monkeypatch.setattr(memory_plan, "_MOST_ROWS", 8)
     assert checked.plan.largest()["packing.token_budget"] == 8 * 2048
 
 

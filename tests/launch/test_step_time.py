@@ -54,8 +54,8 @@ def _programs(
     policy = next(shape for name, shape in SHAPES.items() if name in folder)
     policy = dataclasses.replace(policy, remat=config.policy.remat)
     place = topologies.find(topology, *topologies.PLANNED_ONLY)
-    mesh: Any = topologies.abstract_mesh(place, config.mesh)
-    return aot.RunPrograms(config, policy, mesh, length)
+    mesh, rollout_mesh = topologies.abstract_meshes(place, aot.read_mesh(config))
+    return aot.RunPrograms(config, policy, mesh, length, rollout_mesh=rollout_mesh)
 
 
 def _phases(topology: str, length: int = 4096, **fields: Any) -> dict[str, Phase]:
@@ -112,6 +112,21 @@ def test_questions_about_a_cluster_share_prefill_and_update() -> None:
         assert four_questions[name].seconds.compute < one_question[name].seconds.compute
     prefill = "questioner: prefill"
     assert four_questions[prefill].calls < one_question[prefill].calls
+
+
+def test_split_run_has_a_table_for_each_mesh() -> None:
+    fields = {"mesh.rollout_devices": 2, "staleness": 1, "mesh.rollout.tensor": 4}
+    programs = _programs("v5p-32", **fields)
+    topology = topologies.find("v5p-32")
+    text = step_time.describe_step(programs, topology, step_time.workload(programs.config, 4096))
+    rollout, update = text.index("whole rollout"), text.index("whole update")
+    assert text.index("verifier: decode") < rollout < text.index("\nupdate") < update
+    assert "whole step" not in text and "8 sample, mesh fsdp=2 tensor=4" in text
+    assert "their caps: rollout" in text
+    # Half of the chips hold all optimizer state.
+    weights = "optimizer, cast"
+    split, shared = (_phases("v5p-32", **f)[weights].seconds for f in (fields, {}))
+    assert split.memory == pytest.approx(2 * shared.memory)
 
 
 def test_extra_passes_are_rows_of_the_table() -> None:
