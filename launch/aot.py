@@ -306,8 +306,7 @@ class RunPrograms:
         if self.meshes.are_split:
             trained, _ = lora.split(self.policy, self.rollout_params)
             copies = len(self.algorithm.frozen_copies) + self._older_copies
-            older = self._older_sets * bytes_per_chip(trained)
-            return older + copies * bytes_per_chip(self.rollout_params)
+            return (self._older_sets + copies) * bytes_per_chip(trained)
         resident = self._state_and_copies
         if self.is_interleaved:
             reference = self.trained if self.learner.loss.kl_weight else None

@@ -20,7 +20,10 @@ class SplitParams:
     def __init__(self, run: Run):
         self._in_place = run.config.mesh.transfer == "in_place"
         names = ("policy", *run.algorithm.model_names)
-        self._transfers = {name: _ModelTransfer(run, run.model(name)) for name in names}
+        models = {name: run.model(name) for name in names}
+        # Frozen copies of the policy are its model, so one copy of a base of adapters serves all.
+        transfers = {id(model): _ModelTransfer(run, model) for model in models.values()}
+        self._transfers = {name: transfers[id(model)] for name, model in models.items()}
         self._frozen: dict[str, tuple[transformer.Params, transformer.Params]] = {}
         self._newest: tuple[States, Params] | None = None
 
