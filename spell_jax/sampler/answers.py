@@ -10,6 +10,7 @@ import numpy as np
 
 from spell_jax.data.samples import Sample
 from spell_jax.policy.tokenizer_base import Stream
+from spell_jax.sampler.requests import Options
 from spell_jax.sampler.sampled import JoinedResult
 from spell_jax.sampler.shard import AdmittedPrompt, Tasks
 
@@ -55,15 +56,44 @@ class Answer:
     stop_string: str = ""  # stop string that was found, or ""
     stopped: bool = False  # whether the answer ended by a stop token or stop string
 
-    def extend(self, tokens: SlotTokens, slot: int, strings: Sequence[str]) -> None:
-        """Append a slot's tokens, up to the first token that completes a stop string."""
-        count = tokens.new[slot]
-        if self.stream is not None:
-            count = self.decode_ids(self.stream, tokens.bits[slot, 0, :count].tolist(), strings)
+    @property
+    def length(self) -> int:
+        """Number of tokens so far."""
+        return sum(bits.shape[1] for bits in self.bits)
+
+    def tokens_from(self, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens from number `first` on: ids int32 [n] and logprobs float32 [n]."""
+        begin, parts = self.length, []
+        for bits in reversed(self.bits):  # the new tokens of a long answer are its last few calls
+            if begin <= first:
+                break
+            begin -= bits.shape[1]
+            parts.insert(0, bits[:2, max(0, first - begin) :])
+        ids, logprobs = np.concatenate(parts, axis=1) if parts else np.zeros((2, 0), np.int32)
+        return ids, logprobs.view(np.float32)
+
+    def extend(self, tokens: SlotTokens, slot: int, options: Options) -> None:
+        """Append a slot's tokens, up to a stop token or the token that completes a stop string."""
+        count, self.stopped = tokens.new[slot], bool(tokens.stopped[slot])
+        if self.stream is not None or options.stop_ids:
+            count = self._find_stop(tokens.bits[slot, 0, :count].tolist(), options)
         # A copy. A view would keep the arrays of all slots in memory.
         self.bits.append(tokens.bits[slot, :, :count].copy())
         if tokens.experts is not None:
             self.experts.append(np.array(tokens.experts[slot, :count]))
+
+    def _find_stop(self, ids: Sequence[int], options: Options) -> int:
+        """Return the number of ids up to the request's first stop id or stop string."""
+        stop_ids = options.stop_ids
+        content = next((n for n, token in enumerate(ids) if token in stop_ids), len(ids))
+        if self.stream is not None:
+            count = self.decode_ids(self.stream, ids[:content], options.stop_strings)
+            if self.stop_string:
+                return count
+        if content == len(ids):
+            return content
+        self.stopped = True
+        return content + 1
 
     def decode_ids(self, stream: Stream, ids: Sequence[int], strings: Sequence[str]) -> int:
         """Decode ids up to the first id that completes a stop string; return the number decoded."""

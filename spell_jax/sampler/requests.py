@@ -24,6 +24,8 @@ class Options:
         2604.03472), for a sampler with `has_dropout`. Logprobs are computed without dropout.
       dropout_penalty: nats that the logits of disfavored tokens lose.
       stop_strings: non-empty texts that end an answer. They need not align with token boundaries.
+      stop_ids: token ids that end an answer, besides the stop ids of the sampler. The last token of
+        the sample is the stop id, which is no part of the answer's text.
     """
 
     temperature: float = 1.0
@@ -34,6 +36,7 @@ class Options:
     dropout: float = 0.0
     dropout_penalty: float = 0.0
     stop_strings: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
         check_least(self, "", temperature=0, top_k=0, max_tokens=1)

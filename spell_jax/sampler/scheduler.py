@@ -2,7 +2,9 @@
 
 1. A request is admitted to the shard with room that must read the fewest of its tokens (shard.py).
 2. Once a prompt is prefilled, its sequences take free slots in the order of admission.
-3. The plan depends only on requests and sampled tokens, never on the clock, so all hosts of a run
+3. A canceled request leaves the queue or its slots before the next calls are planned. A prompt that
+   is being read leaves once it is read.
+4. The plan depends only on requests and sampled tokens, never on the clock, so all hosts of a run
    plan alike. Nothing here touches a device.
 """
 
@@ -27,6 +29,7 @@ class Scheduler:
         # Tickets, requests, the tokens of their prompts, and the digests of their whole blocks.
         self.queue: deque[tuple[int, SampleRequest, np.ndarray, list[bytes]]] = deque()
         self._queued = [0] * len(shape.lanes)  # requests in the queue for each lane
+        self._canceled: dict[int, None] = {}  # tickets of admitted requests, in order
 
     def submit(self, ticket: int, request: SampleRequest) -> None:
         """Queue a request; ValueError if it does not fit into the pool even alone."""
@@ -41,6 +44,20 @@ class Scheduler:
         blocks = (tokens[i : i + size].tobytes() for i in range(0, blocks_end, size))
         self.queue.append((ticket, request, tokens, block_digests(blocks)))
         self._queued[self.shape.lane_of(request.group)] += 1
+
+    def cancel(self, ticket: int) -> None:
+        """Remove an unfinished request, at the latest when its prompt is read."""
+        for entry in self.queue:
+            if entry[0] == ticket:
+                self.queue.remove(entry)
+                self._queued[self.shape.lane_of(entry[1].group)] -= 1
+                return
+        self._canceled[ticket] = None
+
+    def _drop_canceled(self) -> None:
+        for ticket in list(self._canceled):
+            if any(shard.drop(ticket) for shard in self.shards):
+                del self._canceled[ticket]
 
     @property
     def unfinished(self) -> bool:
@@ -73,6 +90,8 @@ class Scheduler:
 
     def dispatch(self, prefill: Callable[[Tasks], None], decode: Callable[[int], None]) -> None:
         """Call `prefill` with the tasks of each call, then `decode` with each lane in use."""
+        # No decode call is in flight here, so nothing samples into the pages that are freed.
+        self._drop_canceled()
         # Prefill first: an idle slot costs a decode pass as much as a busy one.
         while (tasks := self.plan_prefill()) is not None:
             prefill(tasks)
@@ -86,6 +105,8 @@ class Scheduler:
         """Give free slots to prefilled sequences, after each prefill call and before decoding."""
         for shard in self.shards:
             shard.release_passed()
+        self._drop_canceled()
+        for shard in self.shards:
             for lane in shard.lanes:
                 lane.fill_slots()
 

@@ -3,6 +3,9 @@
 Each `advance` collects the results of the running decode calls, plans (scheduler.py), dispatches
 the next calls, and returns while the device works, so the host can process answers and submit more
 requests. The order of results depends only on the sampled tokens, never on the clock.
+
+A session may stay open for ever: what it keeps of a request ends with the request, except for the
+blocks of its prompt in the page pool, which later prompts share until they are evicted.
 """
 
 from __future__ import annotations
@@ -58,6 +61,28 @@ class _DecodeCall:
     joined: JoinedResult  # result on the device
 
 
+@dataclasses.dataclass
+class PendingAnswers:
+    """The unfinished answers to a request, which grow with each `advance`.
+
+    Attributes:
+      answers: answers under construction [G].
+      reused_tokens: number of prompt tokens taken from a shared prefix; None until the prompt is
+        read.
+    """
+
+    answers: list[Answer]
+    reused_tokens: int | None = None
+
+
+class NonFiniteError(FloatingPointError):
+    """Logits of a request that are not finite. The page pool may hold such keys and values."""
+
+    def __init__(self, ticket: int):
+        super().__init__(f"request {ticket}: the policy's logits are not finite")
+        self.ticket = ticket
+
+
 class CompiledSampler(Protocol):
     """The part of engine.Sampler that a session uses."""
 
@@ -84,7 +109,7 @@ class Session:
         with jax.set_mesh(sampler.mesh):
             self._state = sampler.init_state(params["final_norm"]["scale"].dtype)
         self._scheduler = Scheduler(sampler.shape, sampler.shards)
-        self._answers: dict[int, list[Answer]] = {}
+        self._progress: dict[int, PendingAnswers] = {}
         self._running: list[_DecodeCall] = []
         self._prompt_experts = PromptExperts()
         self._processed: Counter[str] = Counter()  # tokens per agent since the last wait
@@ -121,9 +146,39 @@ class Session:
         self._scheduler.submit(ticket, request)
         self.counts.prompt_tokens += len(request.prompt)
         make_stream = sampler.stream if options.stop_strings and sampler.stream else lambda: None
-        self._answers[ticket] = [Answer(stream=make_stream()) for _ in range(request.group)]
+        answers = [Answer(stream=make_stream()) for _ in range(request.group)]
+        self._progress[ticket] = PendingAnswers(answers)
         self._tickets += 1
         return ticket
+
+    def progress(self, ticket: int) -> PendingAnswers:
+        """Return the progress of an unfinished request, an object that stays up to date."""
+        return self._progress[ticket]
+
+    def cancel(self, ticket: int) -> None:
+        """Remove a request without a result; do nothing if it is finished.
+
+        The next `advance` frees its slots and pages. A prompt that is being read is read to its
+        end.
+        """
+        if self._progress.pop(ticket, None) is not None:
+            self._scheduler.cancel(ticket)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a request is unfinished, or a canceled one still holds pages."""
+        return self._scheduler.unfinished
+
+    @property
+    def queued(self) -> int:
+        """Number of requests that are not admitted yet."""
+        return len(self._scheduler.queue)
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Number of pages in use by unfinished requests, and number of pages."""
+        pools = [shard.pool for shard in self._scheduler.shards]
+        return sum(p.size - p.available for p in pools), sum(p.size for p in pools)
 
     def sample(
         self, prompts: Sequence[Sequence[int]], group: int, key: jax.Array, options: Options
@@ -152,7 +207,7 @@ class Session:
 
     def results(self) -> Iterator[tuple[int, list[Sample]]]:
         """Yield (ticket, answers) as requests finish. The caller may submit more meanwhile."""
-        while self._scheduler.unfinished:
+        while self.unfinished:
             yield from self.advance()
 
     def advance(self) -> list[tuple[int, list[Sample]]]:
@@ -162,7 +217,7 @@ class Session:
         self._scheduler.dispatch(self._prefill, self._decode)
         # After the dispatch, so that the device does not wait for it.
         return [
-            (ticket, [answer.to_sample(experts) for answer in self._answers.pop(ticket)])
+            (ticket, [answer.to_sample(experts) for answer in self._progress.pop(ticket).answers])
             for ticket, experts in finished
         ]
 
@@ -177,6 +232,8 @@ class Session:
         for shard, shard_tasks in enumerate(tasks):
             for row, (admitted, _) in enumerate(shard_tasks):
                 self._processed[admitted.request.agent] += lengths[shard][row]
+                if progress := self._progress.get(admitted.ticket):
+                    progress.reused_tokens = admitted.reused_tokens
         self._state, experts = self._call(meshes.RULES, self._sampler.prefill, batch)
         if experts is not None:
             self._prompt_experts.add(experts, tasks)
@@ -225,11 +282,11 @@ class Session:
         """Append a slot's sampled tokens to its answer; return whether the answer is complete."""
         ticket, options = sequence.admitted.ticket, sequence.admitted.request.options
         if not tokens.finite[slot]:
-            raise FloatingPointError(f"request {ticket}: the policy's logits are not finite")
-        answer = self._answers[ticket][sequence.number]
-        answer.extend(tokens, slot, options.stop_strings)
-        if answer.stop_string:
-            return True
+            raise NonFiniteError(ticket)
+        progress = self._progress.get(ticket)
+        if progress is None:  # canceled; the scheduler drops its sequences before the next call
+            return False
+        answer = progress.answers[sequence.number]
+        answer.extend(tokens, slot, options)
         sequence.count += tokens.new[slot]
-        answer.stopped = bool(tokens.stopped[slot])
         return answer.stopped or sequence.count == options.max_tokens

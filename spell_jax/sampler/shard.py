@@ -113,6 +113,7 @@ class AdmittedPrompt:
     # Page of each block in each page group, int32 [groups, blocks]; 0 where it holds none.
     table: np.ndarray
     bundles: list[dict[int, Bundle]]  # for each kind, the bundles that it holds by block, in order
+    reused_tokens: int  # number of leading tokens that the pool held when it was admitted
     unread: int  # number of blocks that no prefill call has read yet
     unfinished: int  # number of its sequences that still run or wait
 
@@ -249,7 +250,8 @@ class Shard:
             longest
         ):
             return False
-        self.reused_tokens += shared * shape.page_size
+        reused_tokens = shared * shape.page_size
+        self.reused_tokens += reused_tokens
         admitted = AdmittedPrompt(
             ticket,
             request,
@@ -258,6 +260,7 @@ class Shard:
             self._indices.pop(),
             np.zeros((shape.groups, total), np.int32),
             [{} for _ in shape.kinds],
+            reused_tokens,
             total - shared,
             request.group,
         )
@@ -344,6 +347,27 @@ class Shard:
     def finish(self, lane: Lane, sequence: DecodeSequence) -> bool:
         """Free a sequence's slot and pages; return whether it was the last of its request."""
         lane.free_slot(sequence)
+        return self._release(sequence)
+
+    def drop(self, ticket: int) -> bool:
+        """Free all slots and pages of a request between decode calls; return whether it did.
+
+        A prompt that is being read is not dropped: other prompts may wait for its blocks.
+        """
+        sequences = [s for s in self.unfinished if s.admitted.ticket == ticket]
+        if not sequences or sequences[0].admitted.unread:
+            return False
+        lane = self.lanes[self.shape.lane_of(sequences[0].admitted.request.group)]
+        for sequence in sequences:
+            if sequence in lane.running:
+                lane.free_slot(sequence)
+            else:
+                lane.queued.remove(sequence)
+            self._release(sequence)
+        return True
+
+    def _release(self, sequence: DecodeSequence) -> bool:
+        """Free a sequence's pages; return whether it was the last of its request."""
         for held in sequence.bundles:
             self.pool.release([*held.values()])
         del self.unfinished[sequence]

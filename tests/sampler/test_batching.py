@@ -10,6 +10,7 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import batching
 from spell_jax.sampler.answers import Answer, SlotTokens
 from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.requests import Options
 from spell_jax.sampler.sampled import Sampled, join
 from spell_jax.sampler.sampling import SampledToken
 from spell_jax.sampler.scheduler import Scheduler
@@ -68,7 +69,7 @@ def test_joined_result_is_the_same_on_the_host(recorded: bool) -> None:
     assert tokens.finite == [1, 0, 1, 1, 0], "the third slot's infinite logprob is not in use"
     assert (tokens.busy, tokens.passes) == (7, 3)
     answer = Answer()
-    answer.extend(tokens, 3, ())
+    answer.extend(tokens, 3, Options())
     assert answer.bits[0].base is None, "it would keep the arrays of all slots"
     if recorded:
         np.testing.assert_array_equal(tokens.experts, sampled.experts)
