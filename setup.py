@@ -10,7 +10,7 @@ import pathlib
 from setuptools import find_packages, setup
 
 JAX_RANGE = ">=0.8.0,<0.12"
-COMMANDS = ("train", "sft", "generate", "evaluate", "export", "report")
+COMMANDS = ("train", "sft", "generate", "serve", "evaluate", "export", "report")
 # What `python -m data_pipeline.build` needs; Beam brings pyarrow.
 DATA = [
     "apache-beam>=2.77.0",
@@ -25,6 +25,7 @@ GCS = ["gcsfs>=2026.10.1"]
 WANDB = ["wandb>=0.31.0"]
 GGUF = ["gguf>=0.19.0"]
 LM_EVAL = ["lm_eval>=0.4.13"]
+SERVE = ["starlette>=1.10.0", "uvicorn>=0.54.0", "prometheus_client>=0.26.0"]
 RUFF = "ruff==0.17.5"
 PYTEST = [
     "pytest>=9.2.0",
@@ -113,6 +114,8 @@ setup(
         "eval": EVAL,
         # Tasks of lm-evaluation-harness (evaluate --lm_eval), without its own extra "hf".
         "lm_eval": LM_EVAL,
+        # The server of a policy (spell_jax.serve).
+        "serve": SERVE,
         # The documentation's site (make docs).
         "docs": DOCS,
         # What every environment that runs tests needs; "test" adds what only some tests need.
@@ -125,6 +128,7 @@ setup(
             *GGUF,
             *LM_EVAL,
             *PYTEST,
+            *SERVE,
             *SPARK,
             *XMANAGER,
             "gcp-storage-emulator>=2026.7.19",

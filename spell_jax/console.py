@@ -14,6 +14,7 @@ def _run(name: str) -> None:
 train = functools.partial(_run, "train")
 sft = functools.partial(_run, "sft")
 generate = functools.partial(_run, "generate")
+serve = functools.partial(_run, "serve")
 evaluate = functools.partial(_run, "evaluate")
 export = functools.partial(_run, "export")
 report = functools.partial(_run, "report")

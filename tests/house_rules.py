@@ -22,7 +22,7 @@ FOLDERS = (PACKAGE, *OUTSIDE)
 # Rooms by floor, from the top. A module imports its own room and lower floors only.
 FLOORS = (
     ("entry",),  # spell_jax/*.py, config.py apart
-    ("trainer",),
+    ("trainer", "serving"),
     ("config",),
     ("algorithms",),
     ("question_sets",),

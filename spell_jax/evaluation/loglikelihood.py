@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]  # token ids of a prompt and of an answer
 # Tokens of a row: few shapes to compile. The longest class has its own length.
-_LENGTHS = (512, 2048, 8192, 32_768)
+LENGTHS = (512, 2048, 8192, 32_768)
 # Groups packed at once: the time to pack grows with their square.
 _GROUPS = 1024
 # Most float32 logits of a slice of the head: 256 MiB. A vocabulary of 150,000 leaves 447 tokens.
@@ -49,7 +50,7 @@ def score(model: TextModel, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
     """
     mesh = meshes.make_mesh()
     totals, greedy = np.zeros(len(pairs)), np.ones(len(pairs), bool)
-    params, run = model.load(mesh), _compile(model.config, mesh)
+    params, run = model.load(mesh), compile_scores(model.config, mesh)
     sharding, scored_count = meshes.by_rows_and_time(mesh), 0
     for batches, indices in _batches(pairs, model.sizes.prefill_tokens, meshes.row_shards(mesh)):
         with jax.set_mesh(mesh), nn.logical_axis_rules(meshes.RULES):
@@ -57,8 +58,9 @@ def score(model: TextModel, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
                 meshes.device_put(batch, jax.tree.map(lambda _: sharding, batch))
                 for batch in batches
             )
-            results = jax.device_get([run(params, batch) for batch in placed])
-        for batch, (logprobs, likeliest) in zip(batches, results, strict=True):
+            results = jax.device_get([run(params, batch, np.float32(1)) for batch in placed])
+        for batch, scores in zip(batches, results, strict=True):
+            logprobs, likeliest = scores.logprob, scores.likeliest
             real = batch.answer_id >= 0
             scored = indices[batch.answer_id[real]]
             # add.at, because an answer has many tokens: indices repeat. Sums are float64.
@@ -82,7 +84,7 @@ def _batches(
         by_prompt.setdefault(prompt, []).append(index)
     longest = max((len(prompt) + len(answer) for prompt, answer in pairs), default=0)
     last = -(-longest // 128) * 128
-    lengths = [length for length in _LENGTHS if length < last] + [last]
+    lengths = [length for length in LENGTHS if length < last] + [last]
     classes: dict[int, list[TrainGroup]] = {length: [] for length in lengths}
     # Sorted, so that prompts with the same examples are neighbors and are packed as one tree.
     for prompt, indices in sorted(by_prompt.items()):
@@ -104,15 +106,43 @@ def _batches(
             yield batches, np.array(indices)
 
 
+@flax.struct.dataclass
+class TokenScores:
+    """Scores of answer tokens by a policy at a temperature.
+
+    Attributes:
+      logprob: logprobs of the tokens, float32 [B, A].
+      likeliest: whether each token is the likeliest one, bool [B, A].
+      top_ids: the K likeliest tokens of each place in descending order, int32 [B, A, K].
+      top_logprobs: logprobs of these tokens, float32 [B, A, K].
+    """
+
+    logprob: jax.Array
+    likeliest: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+
 @functools.cache
-def _compile(config: PolicyConfig, mesh: jax.sharding.Mesh) -> Callable[..., jax.Array]:
-    return jax.jit(functools.partial(_score, config), out_shardings=meshes.replicated(mesh))
+def compile_scores(
+    config: PolicyConfig, mesh: jax.sharding.Mesh, alternatives: int = 0
+) -> jax.stages.Wrapped:
+    """Return the jitted (params, MicroBatch, temperature above 0) -> TokenScores.
+
+    `alternatives` is the number K of likeliest tokens.
+    """
+    score_tokens = functools.partial(_score, config, alternatives)
+    return jax.jit(score_tokens, out_shardings=meshes.replicated(mesh))
 
 
 def _score(
-    config: PolicyConfig, params: transformer.Params, batch: MicroBatch
-) -> tuple[jax.Array, jax.Array]:
-    """Return answer tokens' logprobs, float32, and whether each is likeliest, bool; both [B, A]."""
+    config: PolicyConfig,
+    alternatives: int,
+    params: transformer.Params,
+    batch: MicroBatch,
+    temperature: jax.Array,
+) -> TokenScores:
+    """Score the answer tokens of a batch."""
     hidden, *_ = transformer.hidden_states(
         config,
         params,
@@ -126,12 +156,15 @@ def _score(
     def one_slice(slots):
         source, target = slots
         picked = jnp.take_along_axis(hidden, source[..., None], axis=1)
-        logits = lm_head.logits(config, params, picked.reshape(-1, picked.shape[-1]))
-        target = target.reshape(-1)
+        logits = lm_head.logits(config, params, picked.reshape(-1, picked.shape[-1])) / temperature
+        target, log_sum = target.reshape(-1), jax.nn.logsumexp(logits, axis=-1)
         target_logits = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
-        logprob = target_logits - jax.nn.logsumexp(logits, axis=-1)
         likeliest = jnp.argmax(logits, axis=-1) == target
-        return logprob.reshape(source.shape), likeliest.reshape(source.shape)
+        top_logits, top_ids = jax.lax.top_k(logits, alternatives)
+        scores = TokenScores(
+            target_logits - log_sum, likeliest, top_ids, top_logits - log_sum[:, None]
+        )
+        return jax.tree.map(lambda x: x.reshape(*source.shape, *x.shape[1:]), scores)
 
     # The largest divisor of the answer tokens within the limit: slices of lax.map have equal sizes.
     max_size = max(1, _LOGITS // (rows * config.vocab_size))
@@ -139,4 +172,6 @@ def _score(
     slots = (batch.source, batch.target)
     slices = jax.tree.map(lambda x: x.reshape(rows, -1, size).swapaxes(0, 1), slots)
     scored_slices = jax.lax.map(one_slice, slices)
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, answers), scored_slices)
+    return jax.tree.map(
+        lambda x: x.swapaxes(0, 1).reshape(rows, answers, *x.shape[3:]), scored_slices
+    )

@@ -53,7 +53,10 @@ USER_ERRORS = (
     app.UsageError,
 )
 # Package that an extra of spell_jax installs -> the extra.
-_EXTRAS = {"apache_beam": "data", "datasketch": "data", "py3langid": "data", "pyarrow": "data"}
+_EXTRAS = {
+    **dict.fromkeys(("apache_beam", "datasketch", "py3langid", "pyarrow"), "data"),
+    **dict.fromkeys(("starlette", "uvicorn", "prometheus_client"), "serve"),
+}
 # Subclasses of ValueError with messages that say what is wrong but not where.
 _PLACELESS = (json.JSONDecodeError, UnicodeError)
 _IN_CONFIG_FILE = " Error whilst parsing config file:"  # ml_collections, before a traceback as text

@@ -11,6 +11,12 @@ import numpy as np
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
+def seed_key(seed: int) -> np.ndarray:
+    """Return the key data uint32 [2] of jax.random.key(seed), without a program of JAX."""
+    # As there without 64-bit types: the low 32 bits count.
+    return np.array([0, seed % 2**32], np.uint32)
+
+
 def request_keys(key: jax.Array, count: int) -> np.ndarray:
     """Return the key data uint32 [count, 2] of fold_in(key, i) for i < count."""
     return fold_keys(np.asarray(jax.random.key_data(key)), [(i,) for i in range(count)])

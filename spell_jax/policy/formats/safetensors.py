@@ -93,7 +93,7 @@ def scan(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Tensor]]:
             raise ValueError(f"{path}: holds weights that {source.name} does not name")
     tensors: dict[str, Tensor] = {}
     for name in shards:
-        for tensor in _read_header(folder / name):
+        for tensor in read_header(folder / name):
             if file_of is not None and (indexed := file_of.get(tensor.name)) != name:
                 raise ValueError(f"{tensor} is in this file, but {INDEX} says {indexed}")
             tensors[tensor.name] = tensor
@@ -117,8 +117,11 @@ def _read_index(path: pathlib.Path) -> dict[str, str]:
     return places
 
 
-def _read_header(path: pathlib.Path) -> list[Tensor]:
-    """Read the tensors of a header, without duplicates; the library checks offsets and length."""
+def read_header(path: pathlib.Path) -> list[Tensor]:
+    """Read the tensors of a file's header, without duplicates, but no data.
+
+    ValueError if the file is damaged; the library checks offsets and length.
+    """
     try:
         with safetensors.safe_open(path, "numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
