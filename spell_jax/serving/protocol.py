@@ -256,8 +256,7 @@ def _read_message(message: Any, where: str) -> Message:
         )
     present["content"] = content
     for name, text in present.items():
-        if not isinstance(text, str):
-            raise _refusal(f"{where}.{name}", text, "must be a text")
+        _check_text(text, f"{where}.{name}")
     return present
 
 
@@ -270,12 +269,24 @@ def _read_part(part: Any, where: str) -> str:
 
 def _read_prompts(fields: _Fields) -> tuple[Any, ...]:
     prompt = fields.take("prompt")
-    if isinstance(prompt, str) or _is_ids(prompt):
-        return (prompt,)
-    prompts = prompt if isinstance(prompt, list) else []
+    prompts = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
     if prompts and all(isinstance(item, str) or _is_ids(item) for item in prompts):
+        for item in prompts:
+            if isinstance(item, str):
+                _check_text(item, "prompt")
         return tuple(prompts)
     raise _refusal("prompt", prompt, "must be a text, a list of token ids, or a list of these")
+
+
+def _check_text(value: Any, where: str) -> None:
+    if not isinstance(value, str):
+        raise _refusal(where, value, "must be a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # JSON can escape a half of a character
+        raise ProtocolError(
+            f"{where}: has a lone surrogate, which no text has", field=where
+        ) from None
 
 
 def _is_ids(value: Any) -> bool:

@@ -85,7 +85,7 @@ def serve(flag_values: Any) -> None:
             file=sys.stderr,
             flush=True,
         )
-        asyncio.run(run(app, service, listener, flag_values.grace_s))
+        asyncio.run(run_until_signal(app, service, listener, flag_values.grace_s))
 
 
 def sampler_config(flag_values: Any, model: TextModel) -> SamplerConfig:
@@ -165,8 +165,19 @@ def warm_up(sampler: Sampler, params: Any) -> None:
         list(session.results())
 
 
-async def run(app: App, service: Service, listener: socket.socket, grace_s: float) -> None:
+async def run_until_signal(
+    app: App, service: Service, listener: socket.socket, grace_s: float
+) -> None:
     """Answer requests that arrive at a socket, until SIGTERM or Ctrl-C."""
+    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+    with _signals_call(lambda: loop.call_soon_threadsafe(stopping.set)):
+        await run(app, service, listener, grace_s, stopping)
+
+
+async def run(
+    app: App, service: Service, listener: socket.socket, grace_s: float, stopping: asyncio.Event
+) -> None:
+    """Answer requests that arrive at a socket, until `stopping` is set."""
     # Starlette has the routes and the errors, uvicorn the protocol HTTP. Neither logs a request.
     config = uvicorn.Config(
         app.asgi,
@@ -178,11 +189,6 @@ async def run(app: App, service: Service, listener: socket.socket, grace_s: floa
         timeout_graceful_shutdown=3,
     )
     server = _Server(config)
-    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
-    service.start(loop)
-
-    def stop() -> None:
-        loop.call_soon_threadsafe(stopping.set)
 
     async def end() -> None:
         await stopping.wait()
@@ -190,13 +196,13 @@ async def run(app: App, service: Service, listener: socket.socket, grace_s: floa
         await app.stop(grace_s)
         server.should_exit = True
 
-    with _signals_call(stop):
-        ending = asyncio.ensure_future(end())
-        try:
-            await server.serve(sockets=[listener])
-        finally:
-            ending.cancel()
-            await asyncio.to_thread(service.stop)
+    service.start(asyncio.get_running_loop())
+    ending = asyncio.ensure_future(end())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        ending.cancel()
+        await asyncio.to_thread(service.stop)
 
 
 class _Server(uvicorn.Server):
