@@ -13,6 +13,6 @@ from tests.serving.running import RunningServer, running
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[RunningServer]:
-    """Serve the demo's policy."""
+    """Run a server of the demo's policy."""
     with running() as demo_server:
         yield demo_server

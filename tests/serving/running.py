@@ -92,7 +92,7 @@ def running(
     max_queued: int = MAX_QUEUED,
     grace_s: float = 5.0,
 ) -> Iterator[RunningServer]:
-    """Serve the demo's policy inside the context."""
+    """Run a server of the demo's policy inside the context."""
     model, sampler, scorer = demo_model(), demo_sampler(), demo_scorer()
     params = model.load(one_device())
     service = Service(functools.partial(sampler.start_session, params), scorer, max_queued)

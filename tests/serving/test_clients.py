@@ -107,14 +107,14 @@ def test_answers_equal_those_of_generate(demo, client, monkeypatch):
 
 
 def test_seeded_answers_do_not_depend_on_other_requests(demo):
-    """The answer alone equals the answer beside 20 others, in another order of arrival."""
+    """The answer alone equals the answer beside 20 companions, in another order of arrival."""
     fields = {"max_tokens": 40, "temperature": 1.3, "seed": 3, "n": 2, "logprobs": True}
     alone = demo.chat(**fields).json()["choices"]
     with concurrent.futures.ThreadPoolExecutor(20) as threads:
-        others = [threads.submit(demo.chat, **fields | {"seed": 50 + i}) for i in range(10)]
+        companions = [threads.submit(demo.chat, **fields | {"seed": 50 + i}) for i in range(10)]
         beside = threads.submit(demo.chat, **fields)
-        others += [threads.submit(demo.complete, prompt="a " * 9 * i) for i in range(1, 11)]
-        assert all(other.result().is_success for other in others)
+        companions += [threads.submit(demo.complete, prompt="a " * 9 * i) for i in range(1, 11)]
+        assert all(companion.result().is_success for companion in companions)
         choices = beside.result().json()["choices"]
     for choice, expected in zip(choices, alone, strict=True):
         assert choice["message"] == expected["message"]
@@ -180,8 +180,11 @@ def instance(*arguments: Any) -> Any:
 def test_lm_eval_scores_as_our_own_adapter(demo, monkeypatch):
     """local-completions sends echo and logprobs with prompts as token ids, several in a batch."""
     monkeypatch.setattr(meshes, "make_mesh", one_device)
-    model = harness_model(demo, "local-completions", "/v1/completions", batch_size=3)
-    model.tokenizer = demo.model.tokenizer  # asked for, but prompts are token ids here
+    options = {"batch_size": 3, "eos_string": "</s>"}
+    model = harness_model(demo, "local-completions", "/v1/completions", **options)
+    # The harness wants a tokenizer of transformers; the ids below need none.
+    model.tokenizer, model.tokenizer_backend = demo.model.tokenizer, "huggingface"
+    model.tokenized_requests = True
     encode = demo.model.tokenizer.encode
     eos = demo.model.tokenizer.eos_id
     pairs = [(encode(q), encode(" Rome is 5")) for q in QUESTIONS]
