@@ -149,7 +149,8 @@ def listen(host: str, port: int) -> Iterator[socket.socket]:
     try:
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        # asyncio's and Python's words repeat the address.
+        reason = (error.strerror or str(error)).partition(" (while")[0].lower()
         raise absl_app.UsageError(f"--host = {host!r}, --port = {port}: {reason}") from error
     with listener:
         yield listener

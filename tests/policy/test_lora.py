@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from flax.traverse_util import flatten_dict
 
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
@@ -189,6 +190,111 @@ def test_sampler_applies_the_adapters() -> None:
 
 
 IMAGES = "gemma3 with images"
+
+
+def _saved(folder, pattern: str = "_proj", policy=tiny.POLICY):
+    """Write random adapters in PEFT's format; return their policy and parameters."""
+    config = dataclasses.replace(policy, lora=LoraConfig(3, 6.0, pattern))
+    params = tiny.weights(config)
+    lora.save(folder, config, params, "base", "qwen2")
+    return config, params
+
+
+@pytest.mark.parametrize("pattern", ["_proj", "q_proj|down"])
+def test_loaded_adapters_are_those_that_were_saved(pattern: str, tmp_path) -> None:
+    """Added to the base, they give the logits of base and adapters, in float32 and bfloat16."""
+    config, params = _saved(tmp_path / "adapters", pattern)
+    loaded, adapters = lora.load(tmp_path / "adapters", tiny.POLICY)
+    assert loaded.lora is not None and loaded.lora.scale == 2.0
+    flat = flatten_dict(lora.split(config, params)[0], sep="/")
+    assert adapters.keys() == flat.keys()
+    for path, value in flat.items():
+        np.testing.assert_array_equal(adapters[path], value)
+    base = jax.tree.map(jnp.asarray, lora.split(config, params)[1])
+    sums = lora.add(loaded, base, adapters)
+    np.testing.assert_allclose(
+        logits(tiny.POLICY, sums, TOKENS), logits(config, params, TOKENS), atol=1e-4
+    )
+    assert np.abs(logits(tiny.POLICY, sums, TOKENS) - logits(tiny.POLICY, base, TOKENS)).max() > 0.1
+    small = jax.tree.map(lambda x: x.astype(jnp.bfloat16), base)
+    leaves = jax.tree.leaves(lora.add(loaded, small, adapters))
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in leaves)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peft_type": "IA3"}, r"adapter_config\.json: peft_type must be LORA"),
+        ({"use_dora": True}, "use_dora = True: not supported, must be absent"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save = .*: not supported"),
+        ({"bias": "all"}, "bias = 'all': not supported"),
+        ({"r": 0}, "r = 0 and lora_alpha = 6.0: must be above 0"),
+        ({"r": True}, "r = True and"),
+        ({"lora_alpha": "x"}, "lora_alpha = 'x': must be above 0"),
+        ({"r": 4}, r"has shape \(3, 48\), needs \(4, 48\)"),
+    ],
+)
+def test_adapters_of_another_kind_are_refused(change: dict, message: str, tmp_path) -> None:
+    _saved(tmp_path / "adapters")
+    path = tmp_path / "adapters" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        lora.load(tmp_path / "adapters", tiny.POLICY)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"width": 16}, "has shape .*, needs"),
+        ({"layers": 1}, "in a layer below 1"),
+        ({"layers": 3}, "must be there in all layers, A and B"),
+        ({"experts": 4, "experts_per_token": 2}, "the policy has no such layer"),
+    ],
+)
+def test_adapters_of_another_policy_are_refused(change: dict, message: str, tmp_path) -> None:
+    _saved(tmp_path / "adapters")
+    with pytest.raises(ValueError, match=message):
+        lora.load(tmp_path / "adapters", dataclasses.replace(tiny.POLICY, **change))
+
+
+def test_damaged_folders_of_adapters_are_refused(tmp_path) -> None:
+    folder = tmp_path / "adapters"
+    with pytest.raises(FileNotFoundError, match=r"adapter_config\.json: not there"):
+        lora.load(folder, tiny.POLICY)
+    _saved(folder)
+    file = folder / "adapter_model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    name = min(tensors)
+    for content, message in (
+        ({n: t for n, t in tensors.items() if n != name}, "must be there in all layers"),
+        (tensors | {name: np.full_like(tensors[name], np.nan)}, "values that are not finite"),
+        (tensors | {"base_model.model.lm_head.lora_A.weight": tensors[name]}, "no such layer"),
+        ({"x": np.zeros(1)}, "no such layer"),
+    ):
+        safetensors.numpy.save_file(content, file)
+        with pytest.raises(ValueError, match=message):
+            lora.load(folder, tiny.POLICY)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"adapter_model\.safetensors: not there"):
+        lora.load(folder, tiny.POLICY)
+
+
+@pytest.mark.slow
+def test_adapters_made_by_peft_are_added(tmp_path) -> None:
+    torch = pytest.importorskip("torch", reason=families.REASON)
+    peft = pytest.importorskip("peft", reason="the comparison needs peft (extra 'test')")
+    model = families.make("qwen2")
+    model.save_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=["q_proj", "up_proj"], init_lora_weights=False
+    )
+    peft_model = peft.get_peft_model(model, settings)
+    peft_model.save_pretrained(tmp_path / "adapters")
+    config, base = weights.load(tmp_path / "base")
+    loaded, adapters = lora.load(tmp_path / "adapters", config)
+    sums = lora.add(loaded, jax.tree.map(jnp.asarray, base), adapters)
+    expected = peft_model(torch.tensor(TOKENS, dtype=torch.long)).logits.detach().numpy()
+    np.testing.assert_allclose(logits(config, sums, TOKENS), expected, atol=2e-4)
 
 
 @pytest.mark.slow

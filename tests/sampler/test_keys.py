@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from spell_jax.sampler.keys import fold_keys, request_keys
+from spell_jax.sampler.keys import fold_keys, request_keys, seed_key
 
 RNG = np.random.default_rng(3)
 EDGES = (0, 1, 2**31 - 1, 2**31, 2**32 - 1)
@@ -47,6 +47,11 @@ def test_any_number_is_folded_or_refused_as_by_jax(number: int) -> None:
     for fold in (lambda: jax.random.fold_in(key, number), lambda: fold_keys(data, [(number,)])):
         with pytest.raises(OverflowError):
             fold()
+
+
+@pytest.mark.parametrize("seed", [*EDGES, -1, 2**40 + 5, 2**63 - 1, -(2**63)])
+def test_key_of_a_seed_has_the_bits_of_jax(seed: int) -> None:
+    np.testing.assert_array_equal(seed_key(seed), jax.random.key_data(jax.random.key(seed)))
 
 
 def test_keys_of_requests_are_folded_from_their_indices() -> None:

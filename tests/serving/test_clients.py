@@ -192,7 +192,7 @@ def test_lm_eval_scores_as_our_own_adapter(demo, monkeypatch):
     reply = demo.chat(temperature=0, max_tokens=30, logprobs=True).json()["choices"][0]
     assert reply["finish_reason"] == "stop"
     prompt = demo.model.tokenizer.chat(CHAT)
-    answer = encode(reply["message"]["content"].removeprefix("<think>"))
+    answer = encode(reply["message"]["content"])
     pairs += [(prompt, answer), (prompt, [*answer, eos])]
     requests = [(("", ""), list(context), list(ids)) for context, ids in pairs]
     scores = model._loglikelihood_tokens(requests)
