@@ -7,6 +7,7 @@ with its command, for the pages of the documentation (python -m docs.tools.measu
 update   seconds of one optimizer update, with shared and with repeated prompts
 sample   tokens/s of G answers to a prompt: shared, to G prompts, one by one, by transformers
 refill   tokens/s with answers of many lengths: continuous batching against fixed batches
+serve    load test of spell_jax.serve: throughput, waits, memory, a shared document
 spell    seconds of one whole SPELL step, by phase; verdicts with and without a shared prefix
 soak     growth of memory and compiled programs in a long run of the demo's config
 peers    seconds and memory of a GRPO step, here and in TRL, Tunix or EasyDeL
@@ -48,6 +49,7 @@ _CLASSES = {
     "update": "update.UpdateBenchmark",
     "sample": "rollout.SampleSpeed",
     "refill": "rollout.Refill",
+    "serve": "serve.ServeLoad",
     "spell": "rollout.SpellBenchmark",
     "soak": "soak.Soak",
     "peers": "peers.PeersBenchmark",

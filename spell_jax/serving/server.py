@@ -215,7 +215,7 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _signals_call(stop: Callable[[], None]) -> Iterator[None]:
+def _signals_call(stop: Callable[[], object]) -> Iterator[None]:
     """Let SIGTERM and Ctrl-C call `stop` inside the context, which must be of the main thread.
 
     The time limit of sigterm.SigtermWatch, which begins with the signal, still holds.
