@@ -10,6 +10,15 @@
 4. Other machines can reach the server only if --host says so, and then need the key in the
    environment variable that --api_key names. Prompts, answers and keys are not logged.
 5. SIGTERM and Ctrl-C end the server: no new requests, --grace_s seconds for the running ones.
+6. Fields of a chat: model, messages (contents are texts, or lists of {"type": "text"} parts), n,
+   temperature, top_p, top_k, min_p, max_tokens or max_completion_tokens, stop (up to 16 texts),
+   stop_token_ids, seed, logprobs, top_logprobs (up to 20), stream, stream_options. A completion has
+   prompt (a text, token ids, or a list of these; the text of a special token is that token),
+   logprobs (a number), echo and best_of = n instead; max_tokens = 0 with echo scores the prompt.
+7. Logprobs are of the full vocabulary at the sampling temperature (at temperature 0: at 1). They
+   and the counts of tokens include the stop token. Alternatives and echo need a whole reply, not a
+   stream. Fields without effect here must have the value that changes nothing (tools: [],
+   frequency_penalty: 0); labels such as user are accepted; any other field is refused by name.
 
 Needs the extra "serve" (Starlette, uvicorn, prometheus_client).
 """

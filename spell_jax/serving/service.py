@@ -152,7 +152,7 @@ class ServiceState:
     """Numbers of a service.
 
     Attributes:
-      waiting: prompts that wait for the sampler.
+      waiting: prompts that wait for the sampler, or for their scores.
       running: prompts that are read or answered.
       pages: pages of the pool that they use.
       all_pages: pages of the pool.
@@ -175,7 +175,7 @@ class Service:
         Args:
           start_session: function that opens a session of the policy.
           scorer: scorer of the same policy.
-          max_queued: number of prompts that may wait for the sampler.
+          max_queued: number of prompts that may wait.
         """
         self._start_session, self._scorer, self._max_queued = start_session, scorer, max_queued
         self._session: Session = start_session()
@@ -245,6 +245,13 @@ class Service:
     # --------------------------------------------------------------------------- The service thread
 
     def _run(self) -> None:
+        try:
+            self._run_until_stopped()
+        finally:  # a session that cannot be opened ends the thread, and no client may wait for ever
+            self._fail_all(ProtocolError("the server failed; it must be started again", 503))
+            self._flush()
+
+    def _run_until_stopped(self) -> None:
         while True:
             try:
                 if not self._take():
@@ -275,8 +282,8 @@ class Service:
 
     def _note(self) -> None:
         """Note the numbers of the session for other threads."""
-        waiting, pages = self._session.queued, self._session.pages
-        running = len(self._places) - waiting
+        queued, pages = self._session.queued, self._session.pages
+        waiting, running = queued + len(self._to_score), len(self._places) - queued
         self._state = ServiceState(waiting, running, *pages, self._restarts)
 
     def _step(self) -> None:

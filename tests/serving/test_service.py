@@ -146,6 +146,32 @@ def test_other_errors_fail_all_jobs_and_the_next_is_answered(monkeypatch, caplog
     assert "RESOURCE_EXHAUSTED" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_session_that_cannot_be_opened_ends_all_jobs():
+    starts = [lambda: sampler().start_session(params())]
+
+    def start_once():
+        if not starts:
+            raise MemoryError("no room for a pool")
+        return starts.pop()()
+
+    async def run() -> None:
+        service = Service(start_once, scorer(), 8)
+        service.start(asyncio.get_running_loop())
+        jobs = [Job([request(PROMPTS[0])]), Job([request([5, BAD, 7])])]
+        for job in jobs:
+            service.submit(job)
+        async with asyncio.timeout(60):
+            for job, status in zip(jobs, (503, 500), strict=True):
+                with pytest.raises(ProtocolError) as caught:
+                    await job.wait()
+                assert caught.value.status == status
+        await asyncio.to_thread(service.stop)
+        assert not service.is_alive
+
+    asyncio.run(run())
+
+
 def test_canceled_jobs_have_no_further_events():
     async def use(service: Service) -> None:
         jobs = [Job([request(prompt, 4) for prompt in PROMPTS]) for _ in range(2)]
