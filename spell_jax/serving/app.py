@@ -223,8 +223,9 @@ class App:
         run = asyncio.get_running_loop().run_in_executor
         call, prompts = await run(self._threads, self._read_call, body, is_chat)
         if call.needs_scores:
-            longest = max(len(prompt.ids) for prompt in prompts) + (call.max_tokens or 0)
-            await run(self._threads, self._scorer.prepare, longest)
+            lengths = [len(prompt.ids) for prompt in prompts]
+            longest = max(lengths) + (call.max_tokens or 0)
+            await run(self._threads, self._scorer.prepare, min(lengths), longest)
         return call, prompts
 
     async def _read_body(self, request: Request) -> bytes:
@@ -268,7 +269,7 @@ class App:
         field = "messages" if is_chat else "prompt"
         try:
             prompts = [self._encode(call, source) for source in call.prompts]
-        except ValueError as error:  # lone surrogates, or a template that refuses the messages
+        except ValueError as error:  # a layout that refuses the messages
             raise ProtocolError(f"{field}: {error}", field=field) from error
         for prompt in prompts:
             self._check_prompt(prompt, field)

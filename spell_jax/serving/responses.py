@@ -93,11 +93,11 @@ class Responses:
 
     def _choices(self, answers: PromptAnswers) -> Iterator[dict[str, Any]]:
         call, prompt = self._call, self._prompts[answers.prompt]
-        # Without tokens to sample, the one choice of a prompt is its echo.
-        for number, sample in enumerate(answers.samples or [_NOTHING] * call.n):
-            scores = (
-                answers.scores[min(number, len(answers.scores) - 1)] if answers.scores else None
-            )
+        samples = answers.samples or [_NOTHING] * call.n
+        scores: list[AnswerScores | None] = [*answers.scores] or [None]
+        if len(scores) == 1:  # none, or the scores of a prompt without answers
+            scores *= len(samples)
+        for number, sample in enumerate(samples):
             text = prompt.thought + sample.text(self._tokenizer.decode)
             choice: dict[str, Any] = {"index": answers.prompt * call.n + number, "logprobs": None}
             choice["finish_reason"] = _finish_reason(sample)
@@ -106,7 +106,7 @@ class Responses:
             else:
                 choice["text"] = (self._prompt_text(answers.prompt) if call.echo else "") + text
             if call.logprobs:
-                choice["logprobs"] = self._logprobs(prompt, sample, scores)
+                choice["logprobs"] = self._logprobs(prompt, sample, scores[number])
             yield choice
 
     def _prompt_text(self, index: int) -> str:
@@ -132,7 +132,7 @@ class Responses:
             for i in range(len(ids))
         ]
         if self._call.is_chat:
-            return {"content": self.token_entries(ids, values, rows), "refusal": None}
+            return {"content": self._entries(ids, values, rows), "refusal": None}
         return self._columns(ids, values, rows)
 
     def _likeliest(
@@ -147,7 +147,7 @@ class Responses:
             for token, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True)
         ]
 
-    def token_entries(
+    def _entries(
         self,
         ids: Sequence[int],
         values: Sequence[float | None],
@@ -219,7 +219,7 @@ class Responses:
             ids, values = event.ids.tolist(), event.logprobs.tolist()
             rows = [()] * len(ids)
             choice["logprobs"] = (
-                {"content": self.token_entries(ids, values, rows), "refusal": None}
+                {"content": self._entries(ids, values, rows), "refusal": None}
                 if self._call.is_chat
                 else self._columns(ids, values, rows)
             )

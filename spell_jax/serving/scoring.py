@@ -24,6 +24,9 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.serving.protocol import MOST_ALTERNATIVES
 
+# A group that fits every row, by which programs are compiled.
+_SHORTEST = TrainGroup([0], [Sample(np.zeros(1, np.int32))], [1.0], "answers")
+
 
 class AnswerScores(NamedTuple):
     """Scores of the S tokens of an answer.
@@ -59,17 +62,17 @@ class Scorer:
         self._compiled: dict[int, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
 
-    def prepare(self, tokens: int) -> None:
-        """Compile the program for sequences of `tokens` tokens, if no earlier call did.
+    def prepare(self, shortest: int, longest: int) -> None:
+        """Compile the programs for sequences of as many tokens, unless an earlier call did.
 
         Any thread may call this, so that a thread which serves other requests need not.
         """
-        length = self._length_of(tokens)
+        first, last = self._length_of(shortest), self._length_of(longest)
         with self._lock:
-            if length not in self._compiled:
-                (batch,) = self._pack(
-                    TrainGroup([0], [Sample(np.zeros(1, np.int32))], [1.0], ""), length
-                )
+            for length in self._lengths:
+                if length in self._compiled or not first <= length <= last:
+                    continue
+                (batch,) = self._pack(_SHORTEST, length)
                 with jax.set_mesh(self._mesh), nn.logical_axis_rules(meshes.RULES):
                     lowered = self._run.lower(self._params, self._place(batch), np.float32(1))
                     self._compiled[length] = lowered.compile()
@@ -86,7 +89,8 @@ class Scorer:
         group = TrainGroup(prompt, samples, [1.0] * len(samples), "answers")
         longest = len(prompt) + max(len(answer) for answer in answers)
         length = self._length_of(longest)
-        self.prepare(longest)
+        if length not in self._compiled:  # without the lock, which a compilation may hold for long
+            self.prepare(longest, longest)
         results: dict[int, AnswerScores] = {}
         for batch in self._pack(group, length):
             scores = jax.device_get(

@@ -246,6 +246,17 @@ def test_scores_are_logprobs_of_the_whole_sequences(echo):
     serve(use)
 
 
+def test_all_lengths_that_a_request_may_have_are_compiled_before(monkeypatch):
+    """The thread of the device must not wait for the compiler."""
+    fresh = Scorer(POLICY, params(), one_device(), 700)
+    fresh.prepare(3, 16)
+    assert fresh._compiled.keys() == {512}
+    fresh.prepare(3, 600)
+    assert fresh._compiled.keys() == {512, 768}
+    monkeypatch.setattr(fresh, "_run", None)
+    fresh.score([5, 6], [np.array([7, 8])], 1.0)
+
+
 def test_scores_that_are_not_finite_fail_their_job():
     async def use(service: Service) -> None:
         job = Job([request([5, BAD, 7, 9])], scoring=ScoreRequest(1.0, True), samples=False)
