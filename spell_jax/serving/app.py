@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -89,6 +90,9 @@ class App:
         self._name, self._policy, self._tokenizer, self._config = name, policy, tokenizer, config
         self._service, self._scorer, self._key, self._limits = service, scorer, key, limits
         self.metrics = ServerMetrics(lambda: service.state)
+        self._has_token = np.ones(policy.vocab_size, bool)
+        for low, high in policy.unused_ids:
+            self._has_token[low:high] = False
         self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenizer")
         self._created = int(time.time())
         self._is_stopping = False
@@ -297,8 +301,12 @@ class App:
                 field=field,
                 code="context_length_exceeded",
             )
-        if not all(0 <= token < size for token in prompt.ids):
-            raise ProtocolError(f"{field}: token ids must be from 0 to {size - 1}", field=field)
+        in_range = all(0 <= token < size for token in prompt.ids)
+        if not in_range or not self._has_token[np.asarray(prompt.ids)].all():
+            raise ProtocolError(
+                f"{field}: token ids must be from 0 to {size - 1}, and stand for a token",
+                field=field,
+            )
 
     def _make_job(self, call: Call, prompts: list[Prompt]) -> Job:
         seed = secrets.randbits(32) if call.seed is None else call.seed

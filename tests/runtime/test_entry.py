@@ -380,7 +380,7 @@ HEAVY = {"tensorboardX", "torch", "transformers"}
 def test_entry_points_answer_before_heavy_imports():
     """--help and a wrong flag must not wait for jax or matplotlib."""
     names = [name for name in commands.find() if re.fullmatch(r"spell_jax\.\w+", name)]
-    assert len(names) == 6
+    assert len(names) == 7
     assert not imported(names) & (HEAVY | {"jax", "flax", "matplotlib", "orbax"})
 
 

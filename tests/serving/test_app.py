@@ -74,6 +74,14 @@ def test_bad_requests_have_errors_of_the_protocol(demo, fields, status, message,
     assert error["param"] == param
 
 
+def test_ids_without_a_token_are_refused(demo, monkeypatch):
+    """Their logprobs are -inf, which JSON does not have."""
+    assert demo.app._has_token.sum() == demo.model.tokenizer.vocab_size
+    monkeypatch.setitem(demo.app._has_token, 7, False)
+    check_error(demo.complete(prompt=[5, 7]), 400, "to 895, and stand for a token")
+    assert demo.complete(prompt=[5, 8]).is_success
+
+
 def test_layout_that_refuses_messages_is_an_error(demo):
     messages = [{"role": "system", "content": "a"}, *CHAT]
     error = check_error(demo.chat(messages=messages), 400, "messages: this layout has turns of")
