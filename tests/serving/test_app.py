@@ -265,6 +265,16 @@ def test_streamed_completions_stop_at_strings(demo):
     assert "".join(c["choices"][0]["text"] for c in chunks) == choice["text"]
 
 
+def test_end_of_a_stream_that_looks_like_a_stop_string_is_sent(demo):
+    """It is held back until the cap of tokens ends the answer."""
+    fields = {"max_tokens": 9, "temperature": 0}
+    (choice,) = demo.complete(**fields).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    stop = choice["text"][-2:] + "zz"
+    chunks = events_of(demo.complete(**fields, stop=stop, stream=True).text)
+    assert "".join(c["choices"][0]["text"] for c in chunks) == choice["text"]
+
+
 def test_stop_ids_end_answers(demo):
     fields = {"max_tokens": 12, "temperature": 0, "logprobs": 0}
     ids = demo.model.tokenizer.encode
