@@ -6,7 +6,8 @@
    and /metrics (Prometheus). docs/howto/serve.md lists the fields of a request.
 2. A request joins the running ones at once. A document that many prompts begin with is read once,
    and stays in the KV cache until other prompts need its pages.
-3. A seed gives the same answer whatever else is served, and the answer of spell_jax.generate.
+3. A seed gives the same answer whatever else is served, and the answer of spell_jax.generate:
+   prompt i of a request has the key of line i.
 4. Other machines can reach the server only if --host says so, and then need the key in the
    environment variable that --api_key names. Prompts, answers and keys are not logged.
 5. SIGTERM and Ctrl-C end the server: no new requests, --grace_s seconds for the running ones.
