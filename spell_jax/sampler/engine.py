@@ -152,9 +152,16 @@ class Sampler:
 
     def start_session(self, params: transformer.Params) -> Session:
         """Start a session with the given weights (in the compute dtype); allocate its page pool."""
-        if self._quantized is not None:
-            params = int8.with_int8(params, self._quantize(int8.kernels(params)))
-        return Session(self, params)
+        return Session(self, self.quantized(params))
+
+    def quantized(self, params: transformer.Params) -> transformer.Params:
+        """Return the weights that the programs read: with sampler.weights_dtype, kernels in int8.
+
+        Weights that are int8 already are returned unchanged.
+        """
+        if self._quantized is None or params["layers"]["mlp"]["up_kernel"].dtype == jnp.int8:
+            return params
+        return int8.with_int8(params, self._quantize(int8.kernels(params)))
 
     def abstract_params(self, params: transformer.Params) -> transformer.Params:
         """Return shapes and shardings of the programs' weights, given abstract `params`."""

@@ -238,7 +238,7 @@ class App:
             # A page in a browser may send other types to any address without being asked.
             raise ProtocolError("Content-Type: must be application/json", 415)
         limit, body = self._limits.max_body, bytearray()
-        too_long = ProtocolError(f"the body is longer than {limit} bytes", 413)
+        too_long = ProtocolError(f"the body is longer than {limit} bytes")
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > limit:
             raise too_long

@@ -69,7 +69,9 @@ def serve(flag_values: Any) -> None:
         entry.setup_done()
         if adapters is not None:
             params = lora.add(adapters[0], params, adapters[1])
-            model.release()
+        # Once for all sessions; and scores are of the policy that samples.
+        params = sampler.quantized(params)
+        model.release()
         warm_up(sampler, params)
         scorer = Scorer(model.config, params, mesh, config.longest)
         start_session = functools.partial(sampler.start_session, params)

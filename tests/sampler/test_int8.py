@@ -104,6 +104,7 @@ def test_int8_weights_are_accurate_to_half_a_scale() -> None:
     sampler = _sampler(dataclasses.replace(WHOLE, weights_dtype="int8"))
     params = jax.device_put(params)
     small = sampler.start_session(params)._params
+    assert sampler.quantized(small) is small
     assert small["embedding"] is params["embedding"]
     bias = small["layers"]["attention"]["q_bias"]
     assert bias is params["layers"]["attention"]["q_bias"]

@@ -265,3 +265,19 @@ def test_scores_that_are_not_finite_fail_their_job():
             await job.wait()
 
     serve(use)
+
+
+def test_scores_with_int8_weights_are_of_the_policy_that_samples():
+    int8_sampler = Sampler(
+        POLICY, dataclasses.replace(CONFIG, weights_dtype="int8"), (), one_device()
+    )
+    weights = int8_sampler.quantized(params())
+    session = int8_sampler.start_session(weights)
+    session.submit(request(PROMPTS[0]))
+    ((_, (sample,)),) = session.results()
+    scored, plain = (
+        Scorer(POLICY, w, one_device(), CONFIG.longest).score(PROMPTS[0], [sample.tokens], 1.0)[0]
+        for w in (weights, params())
+    )
+    np.testing.assert_allclose(scored.logprobs, sample.logprobs, rtol=0, atol=1e-4)
+    assert np.abs(plain.logprobs - sample.logprobs).max() > 1e-3
