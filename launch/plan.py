@@ -88,6 +88,7 @@ def main(_) -> None:
         dry_step.check(config, work)
         plan = MemoryPlan(config, policy, topology, length)
         print(step_time.describe_step(plan.programs, topology, work))
+        print("\nOther layouts of the same devices, in about a minute:", flush=True)
         print(split_time.describe(plan, work))
         print("Memory: " + ("all programs fit" if plan.fits else "too much (run without --time)"))
         return

@@ -191,7 +191,7 @@ def compare(base: MemoryPlan, work: Workload, layout: Layout) -> Iterator[Compar
 def describe(base: MemoryPlan, work: Workload) -> str:
     """Format a line per layout and staleness, and the fastest that fits into memory."""
     names = ("rollout", "update", "transfer", "step", "sampling", "training")
-    lines = [f"{'Seconds, and idle shares of each mesh':40}"]
+    lines = [f"{f'Seconds (means of {DRY_STEPS} steps), idle shares':40}"]
     lines[0] += "".join(f"{name:>10}" for name in names) + "  memory"
     rows: list[Comparison] = []
     try:

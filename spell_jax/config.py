@@ -280,6 +280,8 @@ class RunConfig:
                 f"staleness = {staleness}: must be 0 for minibatches = {self.minibatches} without "
                 "mesh.rollout_devices"
             )
+        if not mesh.rollout_devices and mesh != dataclasses.replace(RunMeshConfig(), **mesh.axes):
+            yield "mesh.rollout_devices = 0: must be above 0 for mesh.rollout and mesh.transfer"
         if mesh.transfer == "in_place" and staleness > 1:
             yield (
                 f"staleness = {staleness}: must be 1 for mesh.transfer = 'in_place', with which "

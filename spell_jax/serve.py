@@ -3,7 +3,7 @@
     python -m spell_jax.serve --policy=FOLDER [--adapters=FOLDER] [--port=8000] [--host=127.0.0.1]
 
 1. GET /v1/models; POST /v1/chat/completions and /v1/completions, whole or as a stream; GET /health
-   and /metrics (Prometheus). docs/howto/serve.md lists the fields of a request.
+   and /metrics (Prometheus). Items 6 and 7 have the fields of a request.
 2. A request joins the running ones at once. A document that many prompts begin with is read once,
    and stays in the KV cache until other prompts need its pages.
 3. A seed gives the same answer whatever else is served, and the answer of spell_jax.generate:
@@ -48,7 +48,9 @@ if __name__ == "__main__":
     flags.DEFINE_string("name", "", "Name of the model for clients; by default the folder's.")
     flags.DEFINE_string("host", "127.0.0.1", "Address to listen at; others than this need a key.")
     flags.DEFINE_integer("port", 8000, "Port; 0: a free one.", lower_bound=0, upper_bound=65535)
-    flags.DEFINE_string("api_key", "SPELL_SERVE_KEY", "Environment variable with the key, if any.")
+    flags.DEFINE_string(
+        "api_key", "SPELL_SERVE_KEY", "Name of the environment variable that holds the key."
+    )
     flags.DEFINE_integer(
         "max_prompt", None, "Longest prompt; by default what --max_tokens leaves.", lower_bound=1
     )

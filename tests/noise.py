@@ -187,7 +187,8 @@ def has_source(data: Any) -> bool:
 def use_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a run see one device, however many there are."""
     make_mesh = mesh.make_mesh
-    monkeypatch.setattr(mesh, "make_mesh", lambda shape=None: make_mesh(None, jax.devices()[:1]))
+    one_device = jax.devices()[:1]
+    monkeypatch.setattr(mesh, "make_mesh", lambda *shape_and_devices: make_mesh(None, one_device))
 
 
 def skip_plots(monkeypatch: pytest.MonkeyPatch) -> None:

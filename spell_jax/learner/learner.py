@@ -119,6 +119,8 @@ class Learner:
 
     def export(self, params: transformer.Params) -> tuple[PolicyConfig, transformer.Params]:
         """Return the architecture and the weights that weights.save writes to a policy's folder."""
+        # Weights in the host's memory cannot be sliced; each update moves all of them, too.
+        params = update.to_device_memory(params, self.spec.masters_memory)
         return self.policy, lora.join(params, self.frozen)
 
     # -------------------------------------------------------------------------------- Micro-batches

@@ -9,13 +9,17 @@ import numpy as np
 
 from spell_jax.runtime.config import check_least
 
+# Logits over a smaller temperature overflow float32: of 100 below 3e-37. 1e-6 leaves a margin.
+LEAST_TEMPERATURE = 1e-6
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Sampling options of a request.
 
     Attributes:
-      temperature: softmax temperature, 0 or more; 0 takes the most likely token each time.
+      temperature: softmax temperature, 0 or at least LEAST_TEMPERATURE; 0 takes the most likely
+        token each time.
       top_p: mass of the nucleus, in (0, 1].
       top_k: number of most likely tokens to keep; 0 keeps all.
       min_p: least probability of a kept token, as a share of the most likely token's, in [0, 1].
@@ -40,6 +44,10 @@ class Options:
 
     def __post_init__(self):
         check_least(self, "", temperature=0, top_k=0, max_tokens=1)
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature = {self.temperature}: must be 0, or at least {LEAST_TEMPERATURE}"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p}: must be in (0, 1]")
         if not 0 <= self.min_p <= 1:

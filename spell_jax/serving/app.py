@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -42,14 +42,24 @@ from spell_jax.serving.metrics import CONTENT_TYPE, ServerMetrics
 from spell_jax.serving.protocol import Call, ProtocolError, parse_json, read_call
 from spell_jax.serving.responses import Responses
 from spell_jax.serving.scoring import Scorer
-from spell_jax.serving.service import Failure, Job, NewTokens, PromptAnswers, ScoreRequest, Service
+from spell_jax.serving.service import (
+    RETRY_S,
+    Failure,
+    Job,
+    NewTokens,
+    PromptAnswers,
+    ScoreRequest,
+    Service,
+)
 
 log = logging.getLogger(__name__)
 
 BODY_S = 60.0  # seconds in which a client must send a body
 CLIENT_LEFT = 499  # status of a request without a client, for metrics alone
 STOPPING = ProtocolError("the server stops; ask again later", 503, retry_s=10)
-_TOKENIZER_THREADS = 2
+_THREADS = 4  # that read and write requests
+_MOST_READ = 1024  # requests whose bodies are read at once: slow clients must not keep others out
+_MOST_LOGPROBS = 2_000_000  # in a reply, which then has up to 60 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +103,7 @@ class App:
         self._has_token = np.ones(policy.vocab_size, bool)
         for low, high in policy.unused_ids:
             self._has_token[low:high] = False
-        self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenizer")
+        self._threads = ThreadPoolExecutor(_THREADS, "requests")
         self._created = int(time.time())
         self._is_stopping = False
         self._reading = self._open = 0  # requests that are being read, and answered
@@ -110,6 +120,8 @@ class App:
             routes.append(Route(path, self._guarded(answer), methods=["POST"]))
         handlers: Any = {HTTPException: _show_http_error}
         self.asgi = Starlette(routes=routes, exception_handlers=handlers)
+        # A redirect would name the host that the request names.
+        self.asgi.router.redirect_slashes = False
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests, and end the open requests with an error after `grace_s` seconds."""
@@ -134,6 +146,8 @@ class App:
                 response = await handle(request)
             except ProtocolError as error:
                 response = _show_error(error)
+            except ClientDisconnect:
+                response = Response(status_code=CLIENT_LEFT)
             except Exception:
                 log.exception("%s", request.url.path)
                 response = _show_error(ProtocolError("the server failed; its log has more", 500))
@@ -198,7 +212,10 @@ class App:
         start = time.monotonic()
         if self._is_stopping:
             raise STOPPING
-        self._service.check_capacity(1 + self._reading)  # before a body is read in vain
+        self._service.check_capacity(1)  # before a body is read in vain
+        if self._reading >= _MOST_READ:
+            message = f"{self._reading} requests are being read already; ask again later"
+            raise ProtocolError(message, 429, code="rate_limit_exceeded", retry_s=RETRY_S)
         self._reading += 1
         try:
             call, prompts = await self._read(request, is_chat)
@@ -219,7 +236,10 @@ class App:
         if answers is None:
             return Response(status_code=CLIENT_LEFT)
         self._count(responses.usage(answers), start)
-        return JSONResponse(responses.body(answers))
+        run = asyncio.get_running_loop().run_in_executor
+        # In another thread: a long reply with alternatives takes seconds.
+        body = await run(self._threads, lambda: _dump(responses.body(answers)))
+        return Response(body, media_type="application/json")
 
     async def _read(self, request: Request, is_chat: bool) -> tuple[Call, list[Prompt]]:
         """Read a request: its body, and its prompts as tokens."""
@@ -236,7 +256,7 @@ class App:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             # A page in a browser may send other types to any address without being asked.
-            raise ProtocolError("Content-Type: must be application/json", 415)
+            raise ProtocolError(f"Content-Type = {kind[:100]!r}: must be application/json", 415)
         limit, body = self._limits.max_body, bytearray()
         too_long = ProtocolError(f"the body is longer than {limit} bytes")
         length = request.headers.get("content-length", "")
@@ -254,7 +274,10 @@ class App:
 
     def _read_call(self, body: bytes, is_chat: bool) -> tuple[Call, list[Prompt]]:
         """Parse a body and tokenize its prompts; ProtocolError for every mistake in them."""
-        call = read_call(parse_json(body), is_chat)
+        content = parse_json(body)
+        if content.get("model") is None:
+            raise ProtocolError(f"model: is missing, must be {self._name!r}", field="model")
+        call = read_call(content, is_chat)
         self._check_model(call.model)
         if len(call.prompts) > self._limits.max_prompts:
             raise ProtocolError(
@@ -262,22 +285,32 @@ class App:
                 f"{self._limits.max_prompts} may be",
                 field="prompt",
             )
+        # A limit above the server's is no mistake: clients send one for all servers, and
+        # finish_reason tells which answers were cut off.
         cap = self._config.max_tokens
-        max_tokens = cap if call.max_tokens is None else call.max_tokens
-        if max_tokens > cap:
-            raise ProtocolError(
-                f"max_tokens = {max_tokens}: must be at most {cap} on this server",
-                field="max_tokens",
-            )
+        max_tokens = cap if call.max_tokens is None else min(call.max_tokens, cap)
         call = dataclasses.replace(call, max_tokens=max_tokens)
         field = "messages" if is_chat else "prompt"
         try:
             prompts = [self._encode(call, source) for source in call.prompts]
         except ValueError as error:  # a layout that refuses the messages
-            raise ProtocolError(f"{field}: {error}", field=field) from error
+            text = str(error).removeprefix(f"{field}: ")
+            raise ProtocolError(f"{field}: {text}", field=field) from error
         for prompt in prompts:
             self._check_prompt(prompt, field)
+        self._check_logprobs(call, prompts)
         return call, prompts
+
+    def _check_logprobs(self, call: Call, prompts: list[Prompt]) -> None:
+        """Refuse a call with more logprobs than a reply may have."""
+        tokens = sum((call.max_tokens or 0) + len(p.ids) * call.echo for p in prompts) * call.n
+        count = tokens * (1 + call.alternatives) * call.logprobs
+        if count > _MOST_LOGPROBS:
+            raise ProtocolError(
+                f"logprobs: the reply could have {count} of them, at most {_MOST_LOGPROBS} may be; "
+                "ask for fewer prompts, answers, tokens or alternatives",
+                field="logprobs",
+            )
 
     def _encode(self, call: Call, source: Any) -> Prompt:
         tokenizer = self._tokenizer
@@ -297,7 +330,7 @@ class App:
         if len(prompt.ids) > longest:
             raise ProtocolError(
                 f"{field}: a prompt of {len(prompt.ids)} tokens is over this server's limit of "
-                f"{longest} tokens",
+                f"{longest} tokens (--max_prompt)",
                 field=field,
                 code="context_length_exceeded",
             )
@@ -425,9 +458,19 @@ def _show_error(error: ProtocolError) -> Response:
 
 async def _show_http_error(request: Request, error: HTTPException) -> Response:
     """Show an error of the routes: an unknown path, or a wrong method."""
-    message = f"{request.method} {request.url.path[:200]}: {str(error.detail).lower()}"
+    message = (
+        f"{request.method} {request.url.path[:200]}: {str(error.detail).lower()}; must be "
+        "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, /health or /metrics"
+    )
     body = ProtocolError(message, error.status_code).body()
     return JSONResponse(body, error.status_code, error.headers)
+
+
+def _dump(content: dict[str, Any]) -> str:
+    """Convert a reply to JSON, choice by choice, between which other threads run."""
+    choices = ",".join(map(json.dumps, content["choices"]))
+    head = json.dumps({name: value for name, value in content.items() if name != "choices"})
+    return f'{head[:-1]},"choices":[{choices}]}}'
 
 
 def _event(content: Mapping[str, Any]) -> bytes:

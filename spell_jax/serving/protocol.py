@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spell_jax.policy.chat import FIELDS, ROLES
+from spell_jax.sampler.requests import LEAST_TEMPERATURE
 
 # Most answers to a prompt, alternatives to a token, stop strings or ids, characters of a string.
 MOST_ANSWERS, MOST_ALTERNATIVES, MOST_STOPS, LONGEST_STOP = 128, 20, 16, 1000
@@ -160,6 +161,9 @@ def _read_sampling(fields: _Fields) -> dict[str, Any]:
         "stop_strings": fields.stop_strings("stop"),
         "stop_ids": fields.stop_ids("stop_token_ids"),
     }
+    if 0 < sampling["temperature"] < LEAST_TEMPERATURE:
+        remedy = f"must be 0, or at least {LEAST_TEMPERATURE}"
+        raise _refusal("temperature", sampling["temperature"], remedy)
     if not sampling["top_p"]:
         raise _refusal("top_p", 0, "must be above 0 and at most 1")
     return sampling
@@ -233,6 +237,10 @@ def _check_combinations(call: Call) -> None:
 def _read_messages(fields: _Fields) -> list[Message]:
     """Read the messages of a chat; parts of a content are joined by line breaks."""
     messages = fields.take("messages")
+    if messages is None and fields.take("prompt") is not None:
+        raise ProtocolError(
+            "messages: is missing; a prompt without turns goes to /v1/completions", field="messages"
+        )
     if not isinstance(messages, list) or not messages:
         raise _refusal("messages", messages, "must be a list of one message or more")
     return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -243,10 +251,9 @@ def _read_message(message: Any, where: str) -> Message:
         raise _refusal(where, message, "must be an object with role and content")
     present = {name: value for name, value in message.items() if value not in (None, [])}
     for name in present.keys() - {*FIELDS}:
-        raise ProtocolError(
-            f"{where}.{name}: not supported, must be one of {', '.join(FIELDS)}",
-            field=f"{where}.{name}",
-        )
+        place = f"{where}.{_shown(name)}"
+        message = f"{place}: not supported, must be one of {', '.join(FIELDS)}"
+        raise ProtocolError(message, field=place)
     if present.get("role") not in ROLES:
         raise _refusal(f"{where}.role", present.get("role"), f"must be one of {', '.join(ROLES)}")
     content = present.get("content")
@@ -269,6 +276,10 @@ def _read_part(part: Any, where: str) -> str:
 
 def _read_prompts(fields: _Fields) -> tuple[Any, ...]:
     prompt = fields.take("prompt")
+    if prompt is None and fields.take("messages") is not None:
+        raise ProtocolError(
+            "prompt: is missing; messages go to /v1/chat/completions", field="prompt"
+        )
     prompts = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
     if prompts and all(isinstance(item, str) or _is_ids(item) for item in prompts):
         for item in prompts:
@@ -348,6 +359,7 @@ class _Fields:
             if not isinstance(string, str) or not 1 <= len(string) <= LONGEST_STOP:
                 remedy = f"must be texts of 1 to {LONGEST_STOP} characters"
                 raise self._refusal(name, string, remedy)
+            _check_text(string, self._where + name)
         return tuple(dict.fromkeys(strings))
 
     def stop_ids(self, name: str) -> tuple[int, ...]:
@@ -370,7 +382,7 @@ class _Fields:
                 continue
             close_names = difflib.get_close_matches(name, self._names, 1)
             hint = f"did you mean {close_names[0]}?" if close_names else "must not be given"
-            where = self._where + name[:100]
+            where = self._where + _shown(name)
             raise ProtocolError(f"{where}: unknown field, {hint}", field=where)
 
     def _refusal(self, name: str, value: Any, remedy: str) -> ProtocolError:
@@ -387,7 +399,11 @@ def _refusal(field: str, value: Any, remedy: str) -> ProtocolError:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         text = type(value).__name__
+    return ProtocolError(f"{field} = {_shown(text)}: {remedy}", field=field)
+
+
+def _shown(text: str) -> str:
+    """Return the beginning of a text from a request, for a message."""
     text = text if len(text) <= 100 else f"{text[:100]}..."
     # A text with lone surrogates has no UTF-8 form.
-    text = text.encode(errors="replace").decode()
-    return ProtocolError(f"{field} = {text}: {remedy}", field=field)
+    return text.encode(errors="replace").decode()

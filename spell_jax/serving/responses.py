@@ -56,6 +56,21 @@ class PartialText:
         return next((n for n in range(longest, 0, -1) if self._text.endswith(string[:n])), 0)
 
 
+class _Offsets:
+    """Places of tokens in a text that grows, in characters."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._stream, self._offset = tokenizer.stream(), 0
+
+    def push(self, ids: Sequence[int]) -> list[int]:
+        """Add tokens; return the place of each."""
+        offsets = []
+        for token in ids:
+            offsets.append(self._offset)
+            self._offset += len(self._stream.push(token))
+        return offsets
+
+
 class Responses:
     """Replies to one call: bodies and chunks share its id, time and model."""
 
@@ -70,6 +85,8 @@ class Responses:
             for prompt in prompts
             for _ in range(call.n)
         ]
+
+        self._offsets = [_Offsets(tokenizer) for _ in self._texts]
 
     # ----------------------------------------------------------------------------------- Whole body
 
@@ -133,7 +150,7 @@ class Responses:
         ]
         if self._call.is_chat:
             return {"content": self._entries(ids, values, rows), "refusal": None}
-        return self._columns(ids, values, rows)
+        return self._columns(ids, values, rows, _Offsets(self._tokenizer))
 
     def _likeliest(
         self, scores: AnswerScores, place: int, target: int, value: float | None
@@ -169,6 +186,7 @@ class Responses:
         ids: Sequence[int],
         values: Sequence[float | None],
         rows: Sequence[Sequence[tuple[int, float]]],
+        offsets: _Offsets,
     ) -> dict[str, Any]:
         """Return the logprobs of a completion: one list for each kind of value."""
         top: list[dict[str, float] | None] = []
@@ -182,15 +200,11 @@ class Responses:
             for i, logprob in pairs:
                 texts.setdefault(self._token_text(i), logprob)
             top.append(texts)
-        stream, offset, offsets = self._tokenizer.stream(), 0, []
-        for token in ids:
-            offsets.append(offset)
-            offset += len(stream.push(token))
         return {
             "tokens": [self._token_text(token) for token in ids],
             "token_logprobs": list(values),
             "top_logprobs": top if self._call.alternatives else None,
-            "text_offset": offsets,
+            "text_offset": offsets.push(ids),
         }
 
     def _token_text(self, token: int) -> str:
@@ -221,7 +235,7 @@ class Responses:
             choice["logprobs"] = (
                 {"content": self._entries(ids, values, rows), "refusal": None}
                 if self._call.is_chat
-                else self._columns(ids, values, rows)
+                else self._columns(ids, values, rows, self._offsets[index])
             )
         return self._chunk(choice)
 

@@ -95,7 +95,12 @@ def sampler_config(flag_values: Any, model: TextModel) -> SamplerConfig:
     context = model.config.max_positions
     max_tokens = flag_values.max_tokens or min(LONGEST_ANSWER, context // 2)
     max_prompt = flag_values.max_prompt or context - max_tokens
-    if max_prompt < 1 or max_prompt + max_tokens > context:
+    if max_tokens >= context:
+        raise ValueError(
+            f"--max_tokens = {max_tokens}: must leave room for a prompt in the policy's context of "
+            f"{context} tokens"
+        )
+    if max_prompt + max_tokens > context:
         raise ValueError(
             f"--max_prompt = {max_prompt} and --max_tokens = {max_tokens}: together they must be "
             f"at most the policy's context of {context} tokens"

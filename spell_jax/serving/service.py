@@ -33,6 +33,8 @@ from spell_jax.serving.scoring import AnswerScores, Scorer
 log = logging.getLogger(__name__)
 
 RETRY_S = 1  # seconds until a client over capacity should ask again
+# Tokens of sequences that are scored between two calls of the sampler, at least one sequence.
+_SCORED_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +149,25 @@ class _Place:
     delivered: list[int]
 
 
+@dataclasses.dataclass
+class _Scoring:
+    """A prompt with answers whose sequences are being scored."""
+
+    job: Job
+    answers: PromptAnswers
+    scores: list[AnswerScores] = dataclasses.field(default_factory=list)
+
+    def sequences(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return the prompt and the sequences to score after it, int32 [S] each."""
+        assert self.job.scoring is not None
+        prompt = np.asarray(self.job.requests[self.answers.prompt].prompt, np.int32)
+        sequences = [sample.tokens for sample in self.answers.samples]
+        if not self.job.scoring.echo:
+            return prompt, sequences
+        joined = [np.concatenate([prompt, ids]) for ids in sequences] or [prompt]
+        return prompt[:1], [ids[1:] for ids in joined]
+
+
 @dataclasses.dataclass(frozen=True)
 class ServiceState:
     """Numbers of a service.
@@ -185,7 +206,7 @@ class Service:
         self._restarts = 0
         self._state = ServiceState()
         self._places: dict[int, _Place] = {}  # by ticket
-        self._to_score: deque[tuple[Job, PromptAnswers]] = deque()
+        self._to_score: deque[_Scoring] = deque()
         self._posts: list[tuple[Job, Event]] = []
         self._open: set[Job] = set()  # jobs without a last event; of this thread alone
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
@@ -298,8 +319,7 @@ class Service:
             for place in self._places.values():
                 self._deliver(place)
         if self._to_score:
-            # One prompt, so that the next call of the sampler is not late.
-            self._post_scores(*self._to_score.popleft())
+            self._score(self._to_score[0])
 
     def _admit(self, job: Job) -> None:
         self._open.add(job)
@@ -337,33 +357,37 @@ class Service:
     def _complete(self, job: Job, answers: PromptAnswers) -> None:
         """Send the answers to a prompt, after their scores if the job needs them."""
         if job.scoring is not None:
-            self._to_score.append((job, answers))
+            self._to_score.append(_Scoring(job, answers))
         else:
             self._post_last(job, answers)
 
-    def _post_scores(self, job: Job, answers: PromptAnswers) -> None:
-        assert job.scoring is not None
-        prompt = np.asarray(job.requests[answers.prompt].prompt, np.int32)
-        sequences = [sample.tokens for sample in answers.samples]
-        if job.scoring.echo:
-            joined = [np.concatenate([prompt, ids]) for ids in sequences] or [prompt]
-            prompt, sequences = prompt[:1], [ids[1:] for ids in joined]
-        try:
-            scores: list[AnswerScores] = []
-            if all(len(ids) for ids in sequences):
+    def _score(self, scoring: _Scoring) -> None:
+        """Score the next sequences of a prompt, and send its last event after the last ones."""
+        job, request = scoring.job, scoring.job.scoring
+        assert request is not None
+        prompt, sequences = scoring.sequences()
+        if not all(len(ids) for ids in sequences):
+            sequences = []
+        # A few, so that the next call of the sampler is not late.
+        longest = len(prompt) + max(map(len, sequences), default=0)
+        begin, count = len(scoring.scores), max(1, _SCORED_TOKENS // longest)
+        if part := sequences[begin : begin + count]:
+            try:
                 # At temperature 0, logprobs are those at 1, as the sampler's.
-                temperature = job.scoring.temperature or 1.0
-                scores = self._scorer.score(prompt.tolist(), sequences, temperature)
-        except FloatingPointError as error:
-            self._fail(job, ProtocolError(f"the server failed: {error}", 500))
-            return
-        self._post_last(job, dataclasses.replace(answers, scores=scores))
+                temperature = request.temperature or 1.0
+                scoring.scores += self._scorer.score(prompt.tolist(), part, temperature)
+            except FloatingPointError as error:
+                self._fail(job, ProtocolError(f"the server failed: {error}", 500))
+                return
+        if len(scoring.scores) == len(sequences):
+            self._to_score.popleft()
+            self._post_last(job, dataclasses.replace(scoring.answers, scores=scoring.scores))
 
     def _post_last(self, job: Job, answers: PromptAnswers) -> None:
         """Send the last event of a prompt."""
         self._posts.append((job, answers))
         is_unfinished = any(place.job is job for place in self._places.values())
-        if not is_unfinished and all(scored_job is not job for scored_job, _ in self._to_score):
+        if not is_unfinished and all(scoring.job is not job for scoring in self._to_score):
             self._open.discard(job)
 
     def _fail(self, job: Job, error: ProtocolError) -> None:
@@ -381,7 +405,7 @@ class Service:
             if place.job is job:
                 del self._places[ticket]
                 self._session.cancel(ticket)
-        self._to_score = deque(entry for entry in self._to_score if entry[0] is not job)
+        self._to_score = deque(scoring for scoring in self._to_score if scoring.job is not job)
 
     def _restart(self, failed_ticket: int) -> None:
         """Fail the job of a ticket, and continue all other jobs in a new session."""

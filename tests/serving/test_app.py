@@ -54,6 +54,15 @@ def check_error(reply: httpx.Response, status: int, message: str) -> dict:
         ({"temprature": 1}, 400, "temprature: unknown field", "temprature"),
         ({"temperature": float("nan")}, 400, "temperature = NaN: must be a number", "temperature"),
         ({"n": 0}, 400, "n = 0: must be an integer from 1 to 128", "n"),
+        ({"temperature": 1e-10}, 400, "temperature = 1e-10: must be 0, or at least", "temperature"),
+        ({"stop": "\ud800"}, 400, "stop: has a lone surrogate", "stop"),
+        ({"\ud800x": 1}, 400, r"\?x: unknown field", "?x"),
+        (
+            {"n": 128, "logprobs": 20, "echo": True, "prompt": ["a"] * 8, "max_tokens": 256},
+            400,
+            "logprobs: the reply could have",
+            "logprobs",
+        ),
         ({"model": "gpt"}, 404, "model = 'gpt': not served here, must be 'demo'", "model"),
         (
             {"prompt": "city " * 700},
@@ -65,13 +74,45 @@ def check_error(reply: httpx.Response, status: int, message: str) -> dict:
         ({"prompt": [-1]}, 400, "token ids must be from 0 to 895", "prompt"),
         ({"prompt": ""}, 400, "prompt: a prompt has no tokens", "prompt"),
         ({"prompt": "\ud800"}, 400, "prompt: has a lone surrogate", "prompt"),
-        ({"max_tokens": 257}, 400, "max_tokens = 257: must be at most 256", "max_tokens"),
+        ({"model": None}, 400, "model: is missing, must be 'demo'", "model"),
+        (
+            {"prompt": None, "messages": CHAT},
+            400,
+            "prompt: is missing; messages go to /v1/chat/completions",
+            "prompt",
+        ),
         ({"prompt": ["a"] * 1025}, 400, "1025 prompts in a request, at most 1024", "prompt"),
     ],
 )
 def test_bad_requests_have_errors_of_the_protocol(demo, fields, status, message, param):
     error = check_error(demo.complete(**fields), status, message)
     assert error["param"] == param
+
+
+def test_max_tokens_above_the_limit_of_the_server_is_its_limit(demo):
+    options = {"prompt": [5, 6, 7], "temperature": 5, "seed": 3, "n": 4}
+    choices, expected_choices = (
+        demo.complete(max_tokens=count, **options).json()["choices"] for count in (100_000, 256)
+    )
+    assert choices == expected_choices
+    assert "length" in {choice["finish_reason"] for choice in choices}
+
+
+def test_offsets_of_a_stream_are_the_offsets_of_the_whole_reply(demo):
+    fields = {"max_tokens": 40, "logprobs": 0, "temperature": 5, "seed": 3}
+    (choice,) = demo.complete(**fields).json()["choices"]
+    lines = demo.complete(stream=True, **fields).text.splitlines()
+    chunks = [
+        json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")
+    ]
+    logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    offsets = [offset for part in logprobs if part for offset in part["text_offset"]]
+    assert len(logprobs) > 2 and offsets == choice["logprobs"]["text_offset"]
+
+
+def test_chat_without_messages_names_the_other_route(demo):
+    reply = demo.post("/v1/chat/completions", {"model": NAME, "prompt": "a"})
+    check_error(reply, 400, "messages: is missing; a prompt without turns goes to /v1/completions")
 
 
 def test_ids_without_a_token_are_refused(demo, monkeypatch):
@@ -93,8 +134,13 @@ def test_broken_bodies_and_routes_have_errors_of_the_protocol(demo):
     check_error(demo.post(path, b"{"), 400, "the body is not JSON")
     check_error(demo.post(path, b""), 400, "the body is not JSON")
     plain = {"Content-Type": "text/plain"}
-    check_error(demo.post(path, {}, headers=plain), 415, "Content-Type: must be application/json")
-    check_error(demo.post("/v1/embeddings", {}), 404, "POST /v1/embeddings: not found")
+    check_error(demo.post(path, {}, headers=plain), 415, "Content-Type = 'text/plain': must be")
+    check_error(
+        demo.post("/v1/embeddings", {}), 404, "POST /v1/embeddings: not found; must be POST"
+    )
+    check_error(demo.post(f"{path}/", {}), 404, "not found")  # no redirect
+    bad = {"model": NAME, "messages": [{"role": "user", "content": "a", "\ud800": 1}]}
+    check_error(demo.post("/v1/chat/completions", bad), 400, r"messages\[0\]\.\?: not supported")
     check_error(httpx.get(f"{demo.url}{path}"), 405, "GET /v1/completions: method not allowed")
     check_error(httpx.get(f"{demo.url}/v1/models/gpt"), 404, "model = 'gpt': not served here")
 

@@ -223,7 +223,6 @@ def test_our_judge_asks_the_server(demo):
         prompt_sets.load("compact"),
         url=f"{demo.url}/v1",
         model=NAME,
-        sampling={"max_tokens": 64},
         attempts=1,
     )
     items = [("city of Bela", "Oslo", "Oslo"), ("city of Bela", "Rome", "Oslo")]

@@ -166,6 +166,7 @@ def test_signal_lets_running_requests_end(process):
         (["--api_key=sk-abc"], "error: --api_key: must be the name of an environment variable"),
         (["--adapters=/nowhere"], "error: --adapters = '/nowhere': no such folder"),
         (["--max_prompt=2000"], "error: --max_prompt = 2000 and --max_tokens = 512: together"),
+        (["--max_tokens=1024"], "error: --max_tokens = 1024: must leave room for a prompt in the"),
         (["--max_queued=0"], "error: flag --max_queued=0"),
     ],
 )

@@ -223,6 +223,11 @@ def policy(tmp_path_factory) -> pathlib.Path:
         ({"staleness": 0}, "staleness = 0: must be at least 1 for mesh.rollout_devices = 4, or"),
         ({"mesh.rollout_devices": 0, "staleness": 2}, "staleness = 2: must be 0 or 1 without"),
         ({"staleness": 2, "mesh.transfer": "in_place"}, "staleness = 2: must be 1 for mesh.trans"),
+        (
+            {"mesh.rollout_devices": 0, "mesh.rollout.tensor": 2},
+            "mesh.rollout_devices = 0: must be",
+        ),
+        ({"mesh.rollout_devices": 0, "mesh.transfer": "in_place"}, "mesh.rollout_devices = 0: mu"),
         ({"mesh.transfer": "fast"}, "mesh.transfer = 'fast': must be one of ('overlapped', "),
         ({"mesh.rollout.fsdp": 0}, "mesh.rollout.fsdp = 0: must be at least 1, or -1"),
         ({"loss.old_logprobs": "on_policy"}, 'loss.old_logprobs = "on_policy": must be "rollout"'),

@@ -49,6 +49,8 @@ def test_copies_equal_the_weights_on_the_other_mesh(shape, piece_bytes, training
     for name, copy in copies.items():
         assert copy.sharding == shardings(mesh)[name] and copy.dtype == tree[name].dtype
         np.testing.assert_array_equal(copy, tree[name])
+    # Not read before: NumPy's view of an array on a CPU would keep its memory.
+    copies = transfer(source)
     newer = jax.tree.map(lambda x: x + 1, source)
     newer_copies = transfer(newer, copies)
     for name, copy in newer_copies.items():
