@@ -65,7 +65,7 @@ def check_experts(policy: PolicyConfig, mesh: Any, field: str) -> None:
 
 
 def replicated_weights(policy: PolicyConfig, run_meshes: topologies.Meshes) -> list[str]:
-    """Return a remark for each mesh whose axes cannot split the width of the policy's weights."""
+    """Return a remark for each mesh with axes that cannot split the width of the weights."""
     remarks = []
     for field, mesh in run_meshes.by_field().items():
         fsdp, context = (mesh.shape[axis] for axis in meshes.EMBED)
@@ -78,7 +78,7 @@ def replicated_weights(policy: PolicyConfig, run_meshes: topologies.Meshes) -> l
     return remarks
 
 
-# Part of memory (memory_plan.PARTS) -> field whose change makes it smaller, and the change. Used
+# Part of memory (memory_plan.PARTS) -> field, and the change of the field that saves memory. Used
 # for the largest part of the program that takes the most memory.
 _SMALLER = {
     "weights": ("mesh.fsdp", "more, or mesh.context or mesh.tensor, or policy.base_dtype 'int8'"),

@@ -3,7 +3,7 @@
 1. Layouts: shared devices; half, a quarter or three quarters of each host's devices for sampling;
    and the config's own split. The axes of each mesh are the config's as far as they divide its
    devices, and the rest is on `fsdp`, or on `data` where it does not divide the weights' width.
-2. step_time.py estimates rollout and update of a few dry steps, whose replies have other lengths.
+2. step_time.py estimates rollout and update of a few dry steps, with other lengths of replies.
 3. Many steps with these seconds in random order go through the loop of the trainer
    (trainer/loop.py, trainer/split_rollouts.py), with its staleness and checkpoints (`play`).
 

@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 from spell_jax.evaluation import protocol
@@ -29,7 +28,7 @@ from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.files.jsonl import read_records, write_records
-from spell_jax.sampler.keys import fold_keys
+from spell_jax.sampler.keys import fold_keys, seed_key
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay.verdicts import MISSING
 
@@ -210,7 +209,7 @@ def sample_answers(
     names = [question.key(limit) for question in questions]
     unanswered = [i for i, name in enumerate(names) if name not in answered_keys]
     log.info("max_input %d: %d of %d questions to answer", limit, len(unanswered), len(names))
-    seed = np.asarray(jax.random.key_data(jax.random.key(sampling.seed)))
+    seed = seed_key(sampling.seed)
     # A question's key depends on nothing but the seed, the limit and its names, so a restart gives
     # the same answers. The sampler folds in the sample: the paper's code seeds all 8 samples alike,
     # which makes them nearly equal. crc32, because Python's hash() of texts differs between

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from lm_eval import utils
 from lm_eval.api.instance import Instance
@@ -30,7 +29,7 @@ from spell_jax.policy.chat import THOUGHT_BEGIN, THOUGHT_END
 from spell_jax.rollout.replies import Prompt
 from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime.hosts import distributed
-from spell_jax.sampler.keys import fold_keys
+from spell_jax.sampler.keys import fold_keys, seed_key
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay.rules import visible_text
 
@@ -221,7 +220,7 @@ class PolicyLM(TemplateLM):
         for context in contexts:
             numbers.append((zlib.crc32(context.encode(errors="replace")), repetitions[context]))
             repetitions[context] += 1
-        return fold_keys(np.asarray(jax.random.key_data(jax.random.key(self._seed))), numbers)
+        return fold_keys(seed_key(self._seed), numbers)
 
     def _log_cut(self, cut: int, count: int) -> None:
         if cut:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]  # token ids of a prompt and of an answer
 # Tokens of a row: few shapes to compile. The longest class has its own length.
-LENGTHS = (512, 2048, 8192, 32_768)
+_LENGTHS = (512, 2048, 8192, 32_768)
 # Groups packed at once: the time to pack grows with their square.
 _GROUPS = 1024
 # Most float32 logits of a slice of the head: 256 MiB. A vocabulary of 150,000 leaves 447 tokens.
@@ -74,6 +74,13 @@ def score(model: TextModel, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
     return list(zip(totals.tolist(), greedy.tolist(), strict=True))
 
 
+def length_classes(longest: int) -> list[int]:
+    """Return the row lengths of all classes, in ascending order, for up to `longest` tokens."""
+    # Whole blocks of 128 tokens, as the attention kernels need.
+    last = -(-longest // 128) * 128
+    return [length for length in _LENGTHS if length < last] + [last]
+
+
 def _batches(
     pairs: Sequence[Pair], token_budget: int, row_multiple: int
 ) -> Iterator[tuple[list[MicroBatch], np.ndarray]]:
@@ -83,8 +90,8 @@ def _batches(
     for index, (prompt, _) in enumerate(pairs):
         by_prompt.setdefault(prompt, []).append(index)
     longest = max((len(prompt) + len(answer) for prompt, answer in pairs), default=0)
-    last = -(-longest // 128) * 128
-    lengths = [length for length in LENGTHS if length < last] + [last]
+    lengths = length_classes(longest)
+    last = lengths[-1]
     classes: dict[int, list[TrainGroup]] = {length: [] for length in lengths}
     # Sorted, so that prompts with the same examples are neighbors and are packed as one tree.
     for prompt, indices in sorted(by_prompt.items()):

@@ -12,14 +12,11 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-import jax
-import numpy as np
-
 from spell_jax.rollout.text_model import SIZES, TextModel
 from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.runtime.hosts import distributed
 from spell_jax.sampler.config import SamplerConfig
-from spell_jax.sampler.keys import fold_keys
+from spell_jax.sampler.keys import fold_keys, seed_key
 from spell_jax.sampler.requests import Options
 
 log = logging.getLogger(__name__)
@@ -73,9 +70,8 @@ class PolicyReplier:
     ) -> Iterator[tuple[int, str | None]]:
         # Only process 0 has prompts, but all devices take part in sampling.
         prompts, numbers = distributed.broadcast(lambda: [list(prompts), list(numbers)])
-        key = np.asarray(jax.random.key_data(jax.random.key(self.seed)))
         # Greedy replies without numbers use no keys.
-        keys = fold_keys(key, [tuple(n) for n in numbers or [(0,)] * len(prompts)])
+        keys = fold_keys(seed_key(self.seed), [tuple(n) for n in numbers or [(0,)] * len(prompts)])
         options = Options(self.temperature, self.top_p, max_tokens=self.max_tokens)
         cut = replied = 0
         for index, reply in self.model.ask(prompts, 1, options, keys, truncated="zero"):

@@ -56,9 +56,7 @@ class Scorer:
         self._params, self._mesh = params, mesh
         alternatives = min(MOST_ALTERNATIVES, config.vocab_size)
         self._run = loglikelihood.compile_scores(config, mesh, alternatives)
-        # A row has whole blocks of 128 tokens, as the attention kernels need.
-        last = -(-longest // 128) * 128
-        self._lengths = [n for n in loglikelihood.LENGTHS if n < last] + [last]
+        self._lengths = loglikelihood.length_classes(longest)
         self._compiled: dict[int, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
 

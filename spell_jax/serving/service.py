@@ -157,8 +157,9 @@ class _Scoring:
     answers: PromptAnswers
     scores: list[AnswerScores] = dataclasses.field(default_factory=list)
 
+    @functools.cached_property
     def sequences(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return the prompt and the sequences to score after it, int32 [S] each."""
+        """The prompt, and the sequences to score after the prompt, int32 [S] each."""
         assert self.job.scoring is not None
         prompt = np.asarray(self.job.requests[self.answers.prompt].prompt, np.int32)
         sequences = [sample.tokens for sample in self.answers.samples]
@@ -365,7 +366,7 @@ class Service:
         """Score the next sequences of a prompt, and send its last event after the last ones."""
         job, request = scoring.job, scoring.job.scoring
         assert request is not None
-        prompt, sequences = scoring.sequences()
+        prompt, sequences = scoring.sequences
         if not all(len(ids) for ids in sequences):
             sequences = []
         # A few, so that the next call of the sampler is not late.
