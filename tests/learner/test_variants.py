@@ -97,7 +97,7 @@ def by_hand(config: LossConfig, moved: np.ndarray) -> dict[str, float]:
     sums = dict.fromkeys(("loss", "clip_share", "dual_clip_share", "approx_kl", "kl"), 0.0)
     for row in range(2):
         sampled = batch.old_logprob[row].astype(float)
-        old = sampled if config.old_logprobs != "on_policy" else here[row]
+        old = here[row] if config.is_on_policy else sampled
         for answer in range(4):
             tokens = [t for t in range(12) if batch.answer[row, t] == answer]
             for t in tokens:
