@@ -17,6 +17,9 @@ from tests import shape_checks
 from tests.paths import ROOT
 
 FAKE_DEVICES = "--xla_force_host_platform_device_count=8"
+# XLA ends a process if one device waits 40 s for the others in a collective. On two busy cores,
+# eight devices with interpreted kernels take longer.
+PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 
 
 def _set_environment() -> None:
@@ -26,7 +29,7 @@ def _set_environment() -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {FAKE_DEVICES}".strip()
+        os.environ["XLA_FLAGS"] = f"{flags} {FAKE_DEVICES} {PATIENT}".strip()
 
 
 _set_environment()
