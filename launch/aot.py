@@ -54,7 +54,13 @@ from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import int8, lora, transformer
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.policy.model import find_folder, is_available, known_shape, shape_policy
+from spell_jax.policy.model import (
+    find_folder,
+    is_available,
+    known_shape,
+    maker_hint,
+    shape_policy,
+)
 from spell_jax.runtime import entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, build
@@ -122,7 +128,7 @@ def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig
         if policy is None:
             raise FileNotFoundError(
                 f"policy.folder = {folder!r}: no such folder; name a Hugging Face config.json by "
-                "--policy, no weights are needed"
+                f"--policy, no weights are needed{maker_hint(folder)}"
             )
     policy = shape_policy(config.policy, policy).with_layers(layers or policy.layers)
     # Without the tokenizer, some row of the embedding counts as padding, as in most public models:

@@ -58,6 +58,7 @@ from spell_jax.policy.model import (
     find_folder,
     is_available,
     known_shape,
+    maker_hint,
     read_model,
     shape_policy,
 )
@@ -70,6 +71,7 @@ from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER, CONFIG_FILE
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.page_groups import page_groups
 from spell_jax.selfplay.given_questions import read_scorable
+from spell_jax.trainer import commits
 from spell_jax.trainer.build import make_algorithm, make_context
 
 T = TypeVar("T")
@@ -164,7 +166,7 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
         folder = _find_here(checked, name)
         shape_and_tokenizer = attempt(f"{name}.folder", read_model, model, folder)
         if shape_and_tokenizer:
-            attempt(f"{name}.folder", _check_weights, folder)
+            attempt(f"{name}.folder", _check_weights, model.folder, folder)
     _check_devices(checked, topology)
     if len(checked.mistakes) == before:
         checked.plan = attempt("mesh", _plan, checked, run)
@@ -226,7 +228,7 @@ def _check_policy(checked: Checked, model: ModelConfig) -> Any:
     checked.policy = policy
     # Same condition as at a run's start in trainer/state.py, which otherwise reads no weights.
     if folder and ((checked.step is None and not checked.config.init_from) or policy.lora):
-        attempt("policy.folder", _check_weights, folder)
+        attempt("policy.folder", _check_weights, model.folder, folder)
     if sampling := checked.section("sampler"):
         attempt("sampler", policy.check_length, sampling.longest)
         if sampling.weights_dtype == "int8":
@@ -243,17 +245,21 @@ def _find_here(checked: Checked, name: str) -> pathlib.Path | None:
     if not isinstance(folder, str):  # a mistake that config.read has named
         return None
     if is_available(folder) or not known_shape(folder):
-        return checked.attempt(field, find_folder, folder, field)
+        return checked.attempt(field, find_folder, folder, field, with_weights=False)
     checked.missing.append(
         f"{field} = {folder!r}: not on this machine, so that its weights and tokenizer are not "
         f"checked; must be a copy of {pathlib.PurePath(folder).name}'s Hugging Face folder"
+        f"{maker_hint(folder)}"
     )
     return None
 
 
-def _check_weights(folder: pathlib.Path) -> None:
-    """Check tensor names and shapes in the headers of weights, if the folder has weights."""
-    if safetensors.has_weights(folder):
+def _check_weights(source: str, folder: pathlib.Path) -> None:
+    """Check tensor names and shapes in the headers of weights, if the folder has weights.
+
+    `source` is the folder as the config names it: the weights of a URL are not fetched.
+    """
+    if not paths.is_remote(source) and safetensors.has_weights(folder):
         weights.check_headers(folder)
 
 
@@ -376,7 +382,7 @@ def _remarks(checked: Checked, run: RunConfig) -> list[str]:
         lines.append(f"{field}: {empty}; {change} fill all")
     if checked.workdir and checked.step is not None:
         before = setup.saved_config(checked.workdir)
-        kept_config = keep_dtypes(run, before)
+        kept_config = commits.keep(keep_dtypes(run, before), before)
         changed = changes(to_dict(kept_config), before)
         lines += [f"{change} when last started" for change in changed]
     return lines
@@ -480,11 +486,12 @@ def _describe_start(checked: Checked) -> str:
     if workdir is not None and checked.step is not None:
         folder = workdir / CHECKPOINTS_FOLDER
         return f"resumes step {checked.step} of {folder}, up to {config.steps}"
-    folder = checked.folder or config.policy.folder
+    is_url = paths.is_remote(config.policy.folder)
+    folder = config.policy.folder if is_url else checked.folder or config.policy.folder
     if config.init_from:
         path, step = find_checkpoint(config.init_from)
         source = f"the weights of {path}, {'its newest step' if step is None else f'step {step}'}"
-    elif checked.folder is None or safetensors.has_weights(checked.folder):
+    elif checked.folder is None or is_url or safetensors.has_weights(checked.folder):
         source = f"the weights of {folder}"
     else:
         source = f"random weights, because {folder} has none"

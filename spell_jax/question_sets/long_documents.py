@@ -172,7 +172,8 @@ def main(_) -> None:
     logging.getLogger("data_pipeline").setLevel(logging.INFO)
     values = flags.FLAGS
     config = dataclass_flags.read(SelectionConfig, values)
-    count = tokenizers.load(find_folder(values.tokenizer, "--tokenizer")).count
+    folder = find_folder(values.tokenizer, "--tokenizer", with_weights=False)
+    count = tokenizers.load(folder).count
     domains = parse_domains(values.domain)
     print(json.dumps(build(domains, values.out, config, count, values.texts)))
 

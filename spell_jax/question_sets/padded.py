@@ -229,7 +229,8 @@ def _files(patterns: Sequence[str]) -> list[str]:
 def main(_) -> None:
     values = flags.FLAGS
     config = dataclass_flags.read(LongConfig, values)
-    count = tokenizers.load(find_folder(values.tokenizer, "--tokenizer")).count
+    folder = find_folder(values.tokenizer, "--tokenizer", with_weights=False)
+    count = tokenizers.load(folder).count
     print(json.dumps(build(values.rows, values.layout, values.out, config, count)))
 
 

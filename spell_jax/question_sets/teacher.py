@@ -398,7 +398,7 @@ def open_clusters(flag_values: Any) -> tuple[TaskStream, Callable[[str], int]]:
         )
     if not folder:
         raise app.UsageError("--tokenizer: must be a folder with the policy's, to count tokens")
-    count = tokenizers.load(find_folder(folder, "--tokenizer")).count
+    count = tokenizers.load(find_folder(folder, "--tokenizer", with_weights=False)).count
     source, _ = data_config.open_clusters(data, flag_values.seed, count)
     return TaskStream(source, tuple(data.tasks), tuple(data.task_weights), flag_values.seed), count
 

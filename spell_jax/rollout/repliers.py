@@ -124,7 +124,7 @@ def make_replier(
         text_model = TextModel(policy, dtype, thinking, sizes)
         replier = PolicyReplier(text_model, **sampling, seed=seed, name=name)
         # The caches of replies are keyed by this name: other weights must not reuse replies.
-        return replier, f"{text_model.folder.name} {text_model.fingerprint()}"
+        return replier, f"{text_model.name} {text_model.fingerprint()}"
     key_name = f"SPELL_{name.upper()}_KEY"
     try:
         config = EndpointConfig(

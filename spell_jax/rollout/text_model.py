@@ -24,7 +24,7 @@ from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.rollout import flags
 from spell_jax.rollout.replies import Prompt, Reply, make_reply
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime.files import hashes
+from spell_jax.runtime.files import hashes, paths
 from spell_jax.runtime.hosts import distributed
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
@@ -72,6 +72,9 @@ class TextModel:
         weights.check_headers and of weights.read_config_and_tokenizer.
         """
         self.folder = find_folder(str(folder), "policy")
+        # The folder of a model of the Hub has the name of a commit.
+        named = pathlib.PurePosixPath(folder) if paths.is_remote(folder) else self.folder.resolve()
+        self.name = named.name
         self.config, self.tokenizer = weights.read_config_and_tokenizer(self.folder, thinking)
         # A damaged file is a mistake of the user, told before the work.
         weights.check_headers(self.folder)

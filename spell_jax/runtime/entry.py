@@ -34,8 +34,8 @@ from spell_jax.runtime.config import (
     flat,
 )
 from spell_jax.runtime.files import durable, paths
-from spell_jax.runtime.files.remote import FetchError
 from spell_jax.runtime.hosts import sigterm
+from spell_jax.runtime.urls import FetchError
 
 EXIT_CODE = 2
 INTERRUPTED = 130  # of Ctrl-C, as shells have it

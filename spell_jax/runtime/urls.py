@@ -1,4 +1,4 @@
-"""Secrets in URLs: configs are written to disk and to logs, so no field may hold a secret."""
+"""Errors of URLs, and secrets in them: no field may hold one, as configs are written to logs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ _PARAMETER = re.compile(
     r"=[^&#]",
     re.IGNORECASE,
 )
+
+
+class FetchError(OSError):
+    """A URL cannot be fetched; the message has the URL, what failed and the remedy."""
 
 
 def check_secret(field: str, value: object) -> None:

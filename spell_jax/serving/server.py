@@ -76,7 +76,7 @@ def serve(flag_values: Any) -> None:
         scorer = Scorer(model.config, params, mesh, config.longest)
         start_session = functools.partial(sampler.start_session, params)
         service = Service(start_session, scorer, flag_values.max_queued)
-        name = flag_values.name or model.folder.resolve().name
+        name = flag_values.name or model.name
         limits = Limits(flag_values.max_body_mb << 20, flag_values.max_queued)
         app = App(name, model.config, tokenizer, config, service, scorer, key, limits)
         host, port = listener.getsockname()[:2]

@@ -21,7 +21,7 @@ from spell_jax.config import RunConfig, read, settle_dtypes, to_dict
 from spell_jax.runtime import fault_injection, setup
 from spell_jax.runtime.config import Config
 from spell_jax.runtime.files import paths, workdir_lock
-from spell_jax.trainer import held_out, state, step_update
+from spell_jax.trainer import commits, held_out, state, step_update
 from spell_jax.trainer.build import Run, make_run
 from spell_jax.trainer.rollouts import Rollout, Rollouts, SharedRollouts
 from spell_jax.trainer.run_files import RunFiles
@@ -44,7 +44,7 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
       Preempted: if the machine is taken away; everything is saved, and the next call resumes.
       NonFinite: if too many updates in a row were not finite; their rows are in non_finite/.
     """
-    run = make_run(settle_dtypes(read(config), workdir))
+    run = make_run(commits.pin(settle_dtypes(read(config), workdir), workdir))
     paths.make_workdir(workdir)
     with workdir_lock.locked(workdir):
         save_best = functools.partial(state.save_model, run, "policy")

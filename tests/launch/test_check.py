@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from launch import check, memory_plan
+from launch import aot, check, memory_plan
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.config import change_algorithm, model_sections
@@ -31,6 +31,7 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import TINY_POLICY, known_shape
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.config import plain
+from spell_jax.runtime.files import remote
 from spell_jax.runtime.files.checkpoint import Checkpoints
 from spell_jax.sampler.config import SamplerConfig
 from tests import noise, tiny
@@ -39,6 +40,7 @@ from tests.configs.test_configs import NAMES, has_algorithm, load
 from tests.paths import ROOT
 from tests.policy import hf_folders
 from tests.policy.test_weights import read_tensors, write_tensors
+from tests.runtime.files import fake_hub
 
 # Start of every line: a field, usually with its value.
 LINE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*(\[\d+\])?( = .*)?: .*")
@@ -766,3 +768,30 @@ def test_missing_warm_start_names_the_command_that_makes_it() -> None:
     (line,) = [line for line in checked.mistakes if line.startswith("policy.folder")]
     name = "tiny_reconstruction_warm_start"
     assert f"spell_jax.sft --config=configs/{name}.py --workdir=runs/{name} makes this one" in line
+
+
+def test_model_of_the_hub_is_checked_without_its_weights(monkeypatch, tmp_path) -> None:
+    with fake_hub.serving(monkeypatch, tmp_path / "cache") as hub:
+        hub.commit_folder("own/tiny", TINY_POLICY)
+        checked = check.check(small(**{"policy.folder": "hf://own/tiny"}))
+        assert checked.mistakes == [] and checked.missing == []
+        assert "from the weights of hf://own/tiny, 3 steps" in check.describe(checked)
+        assert hub.reads and "own/tiny/model.safetensors" not in hub.reads
+        hub.reads.clear()
+        config = small(**{"policy.folder": "hf://own/tiny@main"})
+        remote.fetch.cache_clear()
+        shutil.rmtree(tmp_path / "cache")
+        assert aot.read_policy(config).layers == checked.policy.layers
+        assert set(hub.reads) == {"own/tiny/config.json"}
+        checked = check.check(small(**{"policy.folder": "hf://own/none"}))
+    assert checked.mistakes == [
+        "policy.folder = 'hf://own/none': hf://own/none: there is no such repository, or it is "
+        "private; check the name, or log in (hf auth login, or HF_TOKEN)"
+    ]
+
+
+@pytest.mark.parametrize("name", ["own/none", "Qwen/Qwen2.5-7B-Instruct"])
+def test_name_of_a_model_of_the_hub_gets_a_hint(name: str) -> None:
+    checked = check.check(small(**{"policy.folder": name}))
+    (line,) = checked.mistakes + checked.missing
+    assert line.endswith(f"; the Hub's model is 'hf://{name}'")

@@ -11,9 +11,10 @@
 A process that is killed thus leaves no half file that counts as complete, and the next one reads
 only what is missing. Of a folder, only changed files are read again.
 
-fsspec reads the URLs: it has every protocol (s3://, hf://, https://), and it is what epath uses for
-gs://. Workdirs need epath (paths.py), because they are written in place. Data and weights need
-local files, because safetensors, SentencePiece and ArrayRecord open nothing else.
+fsspec reads the URLs: it has every protocol (s3://, https://), and it is what epath uses for gs://.
+Workdirs need epath (paths.py), because they are written in place. Data and weights need local
+files, because safetensors, SentencePiece and ArrayRecord open nothing else. Models of the Hugging
+Face Hub (hf://) are read by hub.py, into the cache that they share with other programs.
 
 fsspec's own caches, filecache and simplecache, are no replacement. Both wait for ever for a server
 that does not answer, end at the first broken connection, keep a file that was cut off, mix two
@@ -40,7 +41,8 @@ import fsspec
 import tenacity
 
 from spell_jax.runtime import urls
-from spell_jax.runtime.files import durable, paths
+from spell_jax.runtime.files import durable, hub, paths
+from spell_jax.runtime.urls import FetchError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -66,10 +68,6 @@ VERSIONS = (
 )
 
 
-class FetchError(OSError):
-    """A URL cannot be fetched; the message has the URL, what failed and the remedy."""
-
-
 class RemoteFile(NamedTuple):
     path: str  # in its file system
     size: int | None  # bytes; None if the server does not say
@@ -82,23 +80,26 @@ def file_version(info: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def fetch(url: str | os.PathLike[str]) -> pathlib.Path:
+def fetch(url: str | os.PathLike[str], with_weights: bool = True) -> pathlib.Path:
     """Return a local path unchanged; fetch a URL into the cache, and return the path there.
 
-    A process looks at a URL once and keeps the version of that moment. Every host fetches for
-    itself; processes of one machine share the cache (paths.cache_folder). FetchError if the URL
-    cannot be read or the cache cannot be written, ValueError if the URL has a password or a key,
-    ImportError if a package for the protocol is missing.
+    A folder is fetched without its .safetensors files unless `with_weights`. A process looks at a
+    URL once and keeps the version of that moment. Every host fetches for itself; processes of one
+    machine share the cache (paths.cache_folder). FetchError if the URL cannot be read or the cache
+    cannot be written, ValueError if the URL has a password or a key, ImportError if a package for
+    the protocol is missing.
     """
     if not paths.is_remote(url):
         return pathlib.Path(url)
     url = os.fspath(url).rstrip("/")
     # Logs and errors name the URL.
     urls.check_secret("URL", url)
+    if hub.is_model(url):
+        return hub.fetch(url, with_weights)
     place = paths.cache_folder() / "fetched" / _digest(url)
     try:
         with paths.machine_lock(place / "lock"):
-            return _fetch(url, place)
+            return _fetch(url, place, with_weights)
     except FetchError:
         raise
     except OSError as error:
@@ -108,13 +109,13 @@ def fetch(url: str | os.PathLike[str]) -> pathlib.Path:
         ) from error
 
 
-def _fetch(url: str, place: pathlib.Path) -> pathlib.Path:
+def _fetch(url: str, place: pathlib.Path, with_weights: bool) -> pathlib.Path:
     """Return the path of a URL's newest version in folder `place`, which the caller has locked."""
     system, path = _request(url, lambda: _open(url))
     name = pathlib.PurePosixPath(path.partition("?")[0]).name or "files"
     # A file without a version gets the time, so that no process takes it for an earlier file.
     unknown = f"unknown at {time.time_ns()}"
-    files = _list(url, system, path, unknown)
+    files = _list(url, system, path, unknown, with_weights)
     for _ in range(LISTINGS):
         folder = place / _digest([name, *files.items()])
         if folder.exists():
@@ -128,7 +129,7 @@ def _fetch(url: str, place: pathlib.Path) -> pathlib.Path:
         except FetchError as error:  # perhaps because the file has just been replaced
             failure = error
         # Equal listings before and after the reads show that all files belong to one version.
-        before, files = files, _list(url, system, path, unknown)
+        before, files = files, _list(url, system, path, unknown, with_weights)
         if files != before:
             # Files that changed meanwhile may hold parts of two versions.
             for _, file in before.items() - files.items():
@@ -161,7 +162,9 @@ def _open(url: str) -> tuple[Any, str]:
         ) from error
 
 
-def _list(url: str, system: Any, path: str, unknown: str) -> dict[str, RemoteFile]:
+def _list(
+    url: str, system: Any, path: str, unknown: str, with_weights: bool
+) -> dict[str, RemoteFile]:
     """Return a URL's files by relative path; a file that the URL itself names has the path ""."""
 
     def find() -> dict[str, Any]:
@@ -175,6 +178,8 @@ def _list(url: str, system: Any, path: str, unknown: str) -> dict[str, RemoteFil
         relative = full.removeprefix(path).lstrip("/")
         if info["type"] == "directory" or relative.endswith("/"):
             continue  # an empty object that stands for a folder
+        if not with_weights and relative.endswith(".safetensors"):
+            continue
         if ".." in pathlib.PurePosixPath(relative).parts:
             raise FetchError(f"{url}: has a file {relative!r}; must have names without '..'")
         files[relative] = RemoteFile(full, info.get("size"), file_version(info) or unknown)

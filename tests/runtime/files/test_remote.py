@@ -356,6 +356,8 @@ def test_readers_of_data_and_weights_take_urls(bucket):
 
     folder = find_folder(f"{URL}/policy")
     assert contents(folder) == contents(TINY_POLICY) and folder.name == "policy"
+    without_weights = contents(find_folder(f"{URL}/policy", with_weights=False))
+    assert {*contents(folder)} - {*without_weights} == {"model.safetensors"}
     assert tokenizer.load(f"{URL}/policy").encode("a") == tokenizer.load(TINY_POLICY).encode("a")
     (read,) = read_questions(f"{URL}/questions.jsonl", "data.questions")
     assert read.answer == "C"
