@@ -347,9 +347,9 @@ class SupervisedConfig:
       checkpoint_every: steps between checkpoints.
       preemption_limit_s: as in RunConfig, like `wandb`.
       wandb: Weights & Biases project that also gets the metrics; "": none.
-      source: .jsonl of {"prompt", "completion"} or of {"text"} (no chat layout, a loss on
-        every token) or its URL, generated demonstrations ("tiny", "tiny_stories"), or
-        `MODULE:FUNCTION`, rows of your own (a MakeRows of question_sets/tuning_rows.py).
+      source: .jsonl (or its URL) of {"prompt", "completion"}, {"messages"} or {"text"} (no chat
+        layout, a loss on every token), generated demonstrations ("tiny", "tiny_stories"), or
+        `MODULE:FUNCTION`, rows of your own (see MakeRows in question_sets/tuning_rows.py).
       prompts: set of prompt templates of generated demonstrations.
       policy: the policy to start from.
       optimizer: optimizer and its schedule.

@@ -7,7 +7,7 @@ Public names:
   long_documents: documents by domain and length.
   rows.make_rows, rows.Row, rows.seeded_rows: rows of all roles from questions; a prompt with its
     completion; a stream of rows.
-  tuning_rows.row_stream, tuning_rows.MakeRows, tuning_rows.to_group: the rows of supervised tuning.
+  tuning_rows.open_rows, tuning_rows.MakeRows, tuning_rows.to_group: the rows of supervised tuning.
   tiny_world_rows.world_demonstrations, tiny_world_rows.story_demonstrations: rows of generated
     worlds.
   facts, evidence_rows, reconstruction_rows: questions and rows from folders of texts, evidence, and

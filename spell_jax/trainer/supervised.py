@@ -1,10 +1,11 @@
 """Supervised fine-tuning on (prompt, completion) rows: the learner's update with advantage 1.
 
-Rows come from a JSONL file or from the demonstrations of a generated world. The tokenizer comes
-with the policy folder; a policy with random weights gets one trained on the rows. Each step packs
-`rows_per_step` rows and takes one update on the tokens of their completions. Rows of texts instead
-are trained on as they are, with the next-token loss (continual pretraining). WORKDIR/policy is the
-result, a Hugging Face folder that the trainer starts from.
+Rows come from a JSONL file (question_sets/tuning_rows.py has its layouts) or from the
+demonstrations of a generated world. The tokenizer comes with the policy folder; a policy with
+random weights gets one trained on the rows. Each step packs `rows_per_step` rows and takes one
+update on the tokens of their completions. Rows of texts instead are trained on as they are, with
+the next-token loss (continual pretraining). WORKDIR/policy is the result, a Hugging Face folder
+that the trainer starts from.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from spell_jax.runtime.files import paths, workdir_lock
 from spell_jax.runtime.files.checkpoint import Checkpoints
 from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.selfplay.prompts import ROLES
+from spell_jax.trainer import commits
 from spell_jax.trainer.run_files import RunFiles
 from spell_jax.trainer.state import HostState, States, freeze_base, load_weights
 
@@ -51,7 +53,7 @@ def make_policy(config: SupervisedConfig) -> tuple[pathlib.Path | None, PolicyCo
     if config.policy.tokenizer:
         tokenizer = tokenizers.load(config.policy.tokenizer)
     else:
-        rows = tuning_rows.row_stream(config.source, config.prompts, config.seed)
+        rows = tuning_rows.open_rows(config.source, config.prompts, config.seed).start(0)
         texts = (row.prompt + row.completion for row in itertools.islice(rows, TOKENIZER_ROWS))
         tokenizer = tokenizers.train(texts, config.policy.vocab_size, tiny_world_rows.SYMBOLS)
     # A tokenizer may leave ids without a token; the head must give them no probability.
@@ -78,28 +80,32 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
 
     Errors are the same as in trainer.loop.train.
     """
-    config = settle_dtypes(read_supervised(config), workdir)
+    config = read_supervised(config)
+    # Before the model is looked for: a wrong file of rows is told at once.
+    rows = tuning_rows.open_rows(config.source, config.prompts, config.seed)
+    config = commits.pin(settle_dtypes(config, workdir), workdir)
     base, policy, tokenizer = make_policy(config)
+    tuning_rows.check_chats(rows.file_rows, tokenizer)
     learner = make_learner(config, policy)
     paths.make_workdir(workdir)
     folder = workdir / "policy"
     with workdir_lock.locked(workdir):
         with RunFiles(config, plain(section(config)), workdir) as files:
-            state = _tune(config, learner, base, tokenizer, files)
+            state = _tune(config, rows, learner, base, tokenizer, files)
         weights.save(folder, *learner.export(state.params), tokenizer)
     return folder
 
 
 def _tune(
     config: SupervisedConfig,
+    rows: tuning_rows.RowStream,
     learner: Learner,
     base: pathlib.Path | None,
     tokenizer: Tokenizer,
     files: RunFiles,
 ) -> update.TrainState:
     state, step, saved = _restore_or_init(config, learner, base, files.checkpoints)
-    start = step * config.rows_per_step
-    stream = tuning_rows.row_stream(config.source, config.prompts, config.seed, start)
+    stream = rows.start(step * config.rows_per_step)
     files.begin(step, _states(state), saved)
     learner.compile(state)
     # Rows that fit no packed row are counted over the whole run and logged once, at the end.
@@ -107,8 +113,8 @@ def _tune(
     while step < config.steps:
         files.logger.enter("tune", step)
         step += 1
-        rows = itertools.islice(stream, config.rows_per_step)
-        groups = [tuning_rows.to_group(row, tokenizer) for row in rows]
+        step_rows = itertools.islice(stream, config.rows_per_step)
+        groups = [tuning_rows.to_group(row, tokenizer) for row in step_rows]
         with non_finite.rows_written(files.workdir, step, tokenizer.decode):
             state, numbers = learner.update(state, groups)
         refused += numbers["refused_answers"]

@@ -12,6 +12,7 @@ import pytest
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.question_sets import tuning_rows
 from spell_jax.question_sets.rows import Row
+from spell_jax.question_sets.tuning_rows import ChatRow
 from tests import noise
 from tests.policy import hf_folders
 
@@ -57,6 +58,88 @@ def test_invalid_lines_are_counted_and_skipped(tmp_path, caplog):
     assert f"2 rows, {len(BAD_LINES)} lines skipped" in caplog.text
 
 
+SYSTEM, ASK, AGAIN = (
+    {"role": role, "content": content}
+    for role, content in (("system", "Be brief."), ("user", "city?"), ("user", "sure?"))
+)
+ANSWER, THOUGHT = (
+    {"role": "assistant", "content": "Oslo"},
+    {"role": "assistant", "content": "yes", "reasoning_content": "it is"},
+)
+THOUGHT_TEXT = "<think>\nit is\n</think>\n\nyes"
+
+
+@pytest.mark.parametrize(
+    ("record", "rows"),
+    [
+        ({"prompt": "a", "solution": "b"}, [Row("a", "b", "row", "")]),
+        ({"prompt": "a", "completion": "b", "solution": "c"}, [Row("a", "b", "row", "")]),
+        ({"prompt": "a", "messages": [ASK, ANSWER]}, [Row("city?", "Oslo", "row", "")]),
+        ({"prompt": [ASK], "completion": [ANSWER]}, [Row("city?", "Oslo", "row", "")]),
+        (
+            {"prompt": [SYSTEM, ASK], "completion": "Oslo", "role": "reader", "task": "t"},
+            [ChatRow("city?", "Oslo", "reader", "t", (SYSTEM,))],
+        ),
+        (
+            {"messages": [SYSTEM, ASK, ANSWER, AGAIN, THOUGHT]},
+            [
+                ChatRow("city?", "Oslo", "row", "", (SYSTEM,)),
+                ChatRow("sure?", THOUGHT_TEXT, "row", "", (SYSTEM, ASK, ANSWER)),
+            ],
+        ),
+        (  # the answers of a prompt are not learned
+            {"prompt": [ASK, ANSWER, AGAIN], "completion": [THOUGHT]},
+            [ChatRow("sure?", THOUGHT_TEXT, "row", "", (ASK, ANSWER))],
+        ),
+    ],
+)
+def test_layouts_of_a_line(record, rows):
+    assert tuning_rows.parse_line(record) == rows
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({}, "must have prompt and completion, .* or text; has no keys"),
+        ({"prompt": "a", "chosen": "b"}, "or messages, or text; has prompt, chosen$"),
+        ({"prompt": "a", "text": "b"}, "or messages, or text; has prompt, text$"),
+        ({"messages": "a"}, "messages = 'a': must be a list of role and content"),
+        ({"messages": []}, "messages: there are none"),
+        ({"messages": [ASK]}, "messages: must end with a message of the assistant"),
+        ({"messages": [ANSWER]}, "each message of the assistant must follow the user's"),
+        ({"messages": [ASK, ANSWER, ANSWER]}, "each message of the assistant must follow"),
+        ({"messages": [ASK, ANSWER | {"content": ""}]}, "content = '': must be a text"),
+        ({"messages": [ASK, ANSWER | {"role": "model"}]}, "role = 'model': must be one of"),
+        ({"messages": [ASK, ANSWER | {"name": "x"}]}, "must have role, content and no field"),
+        ({"messages": [ASK, ANSWER | {"content": None}]}, "its fields must be texts"),
+        ({"prompt": [SYSTEM], "completion": "b"}, "must follow the user's"),
+        ({"prompt": ["a"], "completion": "b"}, "must have role, content"),
+    ],
+)
+def test_line_of_another_layout_says_what_is_wrong(record, message):
+    with pytest.raises(ValueError, match=message):
+        tuning_rows.parse_line(record)
+
+
+def test_chat_is_rendered_with_all_messages_before_the_answer(tmp_path):
+    folder = hf_folders.write(tmp_path, hf_folders.byte_level(), hf_folders.CONFIG)
+    tokenizer = tokenizers.load(folder)
+    rows = tuning_rows.parse_line({"messages": [SYSTEM, ASK, ANSWER, AGAIN, THOUGHT]})
+    tuning_rows.check_chats(rows, tokenizer)
+    first, second = (tuning_rows.to_group(row, tokenizer) for row in rows)
+    assert list(first.prompt) == tokenizer.chat([SYSTEM, ASK])
+    assert list(second.prompt) == tokenizer.chat([SYSTEM, ASK, ANSWER, AGAIN])
+    assert tokenizer.decode(second.samples[0].tokens[:-1]) == THOUGHT_TEXT
+
+
+def test_order_of_roles_that_the_layout_refuses_is_named(policy):
+    tokenizer = tokenizers.load(policy)
+    tuning_rows.check_chats(tuning_rows.parse_line({"messages": [ASK, ANSWER]}), tokenizer)
+    rows = tuning_rows.parse_line({"messages": [SYSTEM, ASK, ANSWER]})
+    with pytest.raises(ValueError, match=r"^source: a prompt with messages of system, user: .*tur"):
+        tuning_rows.check_chats([Row("", "text", "text", ""), *rows], tokenizer)
+
+
 def test_missing_file_or_file_without_rows_is_rejected(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("no\n")
@@ -71,7 +154,7 @@ def test_rows_are_reshuffled_each_epoch(tmp_path):
     source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
     def take(start: int, count: int) -> list[str]:
-        stream = tuning_rows.row_stream(str(source), "compact", 0, start)
+        stream = tuning_rows.open_rows(str(source), "compact", 0).start(start)
         return [row.completion for row in itertools.islice(stream, count)]
 
     rows = take(0, 30)
@@ -132,7 +215,7 @@ def test_marks_of_a_thought_are_taught_as_their_tokens(tmp_path):
 
 def test_text_row_has_no_chat_layout(policy):
     tokenizer = tokenizers.load(policy)
-    row = tuning_rows._parse_row({"text": "Oslo is a city"})
+    (row,) = tuning_rows.parse_line({"text": "Oslo is a city"})
     assert row == Row("", "Oslo is a city", "text", "")
     group = tuning_rows.to_group(row, tokenizer)
     assert [*group.prompt, *group.samples[0].tokens] == tokenizer.encode("Oslo is a city")

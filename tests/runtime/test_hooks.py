@@ -14,7 +14,7 @@ from spell_jax.algorithms.held_out import HeldOut
 from spell_jax.config import default_supervised_config, read, read_supervised
 from spell_jax.configs import tiny
 from spell_jax.data.config import HELD_OUT_SEED, open_clusters
-from spell_jax.question_sets.tuning_rows import row_stream
+from spell_jax.question_sets.tuning_rows import open_rows
 from spell_jax.runtime import hooks
 from spell_jax.runtime.config import ConfigError
 from tests import hook_module
@@ -43,7 +43,7 @@ def make_rows(hook: str) -> Any:
     config = default_supervised_config()
     config.source = hook
     config = read_supervised(config)
-    return row_stream(config.source, config.prompts, config.seed, 4)
+    return open_rows(config.source, config.prompts, config.seed).start(4)
 
 
 FIELDS: dict[str, Callable[[str], Any]] = {

@@ -39,6 +39,7 @@ from spell_jax.trainer import supervised
 from spell_jax.trainer.export import export
 from tests import noise
 from tests.policy import hf_folders
+from tests.runtime.files import fake_hub
 
 ROWS = [
     {"prompt": f"- Arvo city {city}\ncity of Arvo", "completion": f"answer is {city}"}
@@ -188,6 +189,38 @@ def test_adapters_are_tuned_resumed_and_merged(policy, source, base_dtype, tmp_p
 
 
 @pytest.mark.slow
+def test_run_on_a_model_of_the_hub_keeps_its_commit(policy, source, tmp_path, monkeypatch):
+    with fake_hub.serving(monkeypatch, tmp_path / "cache") as hub:
+        commit = hub.commit_folder("own/noise", policy)
+        for steps in (3, 4):
+            config = small_config("hf://own/noise", source, steps=steps)
+            supervised.fine_tune(config, tmp_path / "run")
+            saved = json.loads((tmp_path / "run" / "config.json").read_text())
+            assert saved["policy"]["folder"] == f"hf://own/noise@{commit}"
+            hub.commit("own/noise", {"config.json": b"moved on"})
+        assert export(tmp_path / "run", tmp_path / "out") == 4
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    assert weights.load(tmp_path / "out")[0] == weights.load(policy)[0]
+
+
+def test_wrong_rows_end_the_run_before_the_model_is_looked_for(policy, tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"instruction": "add", "output": "3"}\n')
+    with pytest.raises(ValueError) as raised:
+        supervised.fine_tune(small_config("no/model", path), tmp_path / "run")
+    assert str(raised.value) == (
+        f"source = {path}: none of its 1 lines is a row (line 1: must have prompt and completion, "
+        "or prompt and solution, or messages, or text; has instruction, output)"
+    )
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    line = {"prompt": turns, "completion": "c"}
+    path.write_text(json.dumps(line) + "\n")
+    monkeypatch.setattr(supervised, "make_learner", lambda *_: pytest.fail("too late"))
+    with pytest.raises(ValueError, match=r"^source: a prompt with messages of system, user: "):
+        supervised.fine_tune(small_config(policy, path), tmp_path / "run")
+
+
+@pytest.mark.slow
 def test_killed_run_resumes_to_bit_identical_weights(policy, source, tmp_path, monkeypatch):
     def config():
         return small_config(policy, source, checkpoint_every=2)
@@ -301,9 +334,8 @@ def test_new_policy_gets_its_own_tokenizer(monkeypatch):
     assert shape.vocab_size == tokenizer.vocab_size <= 400
     for symbol in tiny_world_rows.SYMBOLS:
         assert tokenizer.count(symbol) == 1, symbol
-    rows = itertools.islice(
-        tuning_rows.row_stream(config.source, config.prompts, config.seed, 300), 50
-    )
+    stream = tuning_rows.open_rows(config.source, config.prompts, config.seed)
+    rows = itertools.islice(stream.start(300), 50)
     for text in ("Größe 漢字 \U0001f600", *(row.prompt + row.completion for row in rows)):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     *_, second_tokenizer = supervised.make_policy(config)
