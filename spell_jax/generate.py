@@ -1,6 +1,9 @@
 """Samples answers of a trained policy in any of its roles.
 
+    python -m spell_jax.generate --policy=FOLDER --prompt="TEXT"
     python -m spell_jax.generate --workdir=DIR --prompts=FILE.jsonl --out=FILE.jsonl
+
+The first form prints the answers to one prompt, --samples of them. In the second form:
 
 1. A line of the input is a JSON object with the fields of its role:
    {"role": "questioner", "task", "documents"}, with "letter" for multiple choice and optionally
@@ -42,6 +45,7 @@ def main(_) -> None:
     from spell_jax.evaluation import generation
     from spell_jax.runtime import setup
 
+    generation.check_flags(flags.FLAGS)
     setup.setup()
     run = evidence_tree.run if flags.FLAGS.mode == "evidence_tree" else generation.answer_requests
     run(flags.FLAGS)
@@ -51,8 +55,9 @@ if __name__ == "__main__":
     # Defined here, so that one process may import several entry points.
     flags.DEFINE_string("workdir", None, "Folder of a run; its policy/ answers.")
     flags.DEFINE_string("policy", None, "Folder of a policy, instead of the run's.")
-    flags.DEFINE_string("prompts", None, "JSONL of requests.", required=True)
-    flags.DEFINE_string("out", None, "JSONL to write.", required=True)
+    flags.DEFINE_string("prompt", None, "A prompt, whose answers are printed.")
+    flags.DEFINE_string("prompts", None, "JSONL of requests, instead of --prompt.")
+    flags.DEFINE_string("out", None, "JSONL to write, with --prompts.")
     flags.DEFINE_integer("samples", 1, "Answers to each request.", lower_bound=1)
     flags.DEFINE_float("temperature", 0.7, "Sampling temperature; 0: greedy.")
     flags.DEFINE_float("top_p", 0.95, "Probability mass of the nucleus.")

@@ -1,4 +1,4 @@
-"""Answers of a policy to a file of requests: the body of spell_jax/generate.py.
+"""Answers of a policy to a prompt or a file of requests: the body of spell_jax/generate.py.
 
 A line of the file becomes a prompt (`make_prompt`). The policy samples answers to all prompts that
 fit into its context (`answer`). Each answer is parsed as its role in self-play requires
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pathlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,13 +38,35 @@ Record = dict[str, Any]
 MakePrompt = Callable[[Record, Prompts], str]
 
 
-def answer_requests(flag_values: Any) -> None:
-    """Answer the requests of --prompts and write --out; all processes call this together.
+def check_flags(flag_values: Any) -> None:
+    """Raise UsageError unless the flags have either --prompt, or --prompts and --out."""
+    if flag_values.prompt is None:
+        for name in ("prompts", "out"):
+            if not getattr(flag_values, name):
+                raise app.UsageError(f"--{name}: must be given with a file of prompts, or --prompt")
+        return
+    if not flag_values.prompt:
+        raise app.UsageError("--prompt = '': must be a text")
+    for name in ("prompts", "out"):
+        if getattr(flag_values, name):
+            raise app.UsageError(f"--{name}: has no effect with --prompt, must not be given")
+    if flag_values.mode != "roles":
+        raise app.UsageError(f"--mode = {flag_values.mode!r}: needs --prompts, a file of requests")
 
-    Raises UsageError if the flags name no policy, FileNotFoundError or ValueError if a file is
-    missing or damaged, or a flag is out of range.
+
+def answer_requests(flag_values: Any) -> None:
+    """Answer --prompt and print, or answer the requests of --prompts and write --out.
+
+    All processes call this together. Raises UsageError if the flags name no policy,
+    FileNotFoundError or ValueError if a file is missing or damaged, or a flag is out of range.
     """
     model, prompts, sampling = load(flag_values)
+    if flag_values.prompt is not None:
+        records = [{"prompt": flag_values.prompt}]
+        samples, seed = flag_values.samples, flag_values.seed
+        (result,) = answer(model, records, [flag_values.prompt], samples, sampling, seed)
+        print_answers(result)
+        return
     records, texts = read_requests(flag_values.prompts, prompts)
     workdir = paths.open_folder(flag_values.workdir) if flag_values.workdir else None
     extract = flag_values.extract or find_field(workdir, "extract", "lenient")
@@ -76,6 +99,21 @@ def load(flag_values: Any) -> tuple[TextModel, Prompts, Record]:
         prompts,
         sampling,
     )
+
+
+def print_answers(result: Record) -> None:
+    """Print the answers of an output line, on process 0 only; several answers get a number."""
+    if jax.process_index() != 0:
+        return
+    count = len(result["answers"])
+    for number, (text, stopped) in enumerate(
+        zip(result["answers"], result["stopped"], strict=True), start=1
+    ):
+        end = "" if stopped else ", cut off at --max_tokens"
+        if count > 1 or end:
+            # On stderr, so that a single answer on stdout is the bare text.
+            print(f"answer {number} of {count}{end}:", file=sys.stderr, flush=True)
+        print(text, flush=True)
 
 
 def write_answers(flag_values: Any, results: Sequence[Record]) -> None:

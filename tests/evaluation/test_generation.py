@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from absl import app
 
 from spell_jax.data.samples import Sample
 from spell_jax.evaluation import generation
@@ -182,6 +184,10 @@ def test_command_line_writes_answers_to_valid_requests(tmp_path: Path, workdir: 
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line.get("role") for line in lines] == [r.get("role") for r in REQUESTS]
     assert all(len(line["answers"]) == 2 for line in lines)
+    prompt = [*command[:3], "--prompt=Rome has", *arguments]
+    process = subprocess.run(prompt, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "".join(f"{text}\n" for text in lines[-1]["answers"])
     refused = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: --workdir or --policy"), refused.stderr
@@ -202,3 +208,48 @@ def test_command_line_searches_an_evidence_tree(tmp_path: Path, workdir: Path) -
     (line,) = [json.loads(line) for line in out.read_text().splitlines()]
     assert line["question"] == "hills?" and len(line["branches"]) == 2
     assert line["prediction"] is None and line["right"] is False
+
+
+FLAGS = {"prompt": None, "prompts": None, "out": None, "mode": "roles"}
+
+
+@pytest.mark.parametrize(
+    ("flag_values", "message"),
+    [
+        ({}, "--prompts: must be given with a file of prompts, or --prompt$"),
+        ({"prompts": "in.jsonl"}, "--out: must be given"),
+        ({"prompt": ""}, "--prompt = '': must be a text"),
+        ({"prompt": "a", "prompts": "in.jsonl"}, "--prompts: has no effect with --prompt"),
+        ({"prompt": "a", "out": "out.jsonl"}, "--out: has no effect with --prompt"),
+        ({"prompt": "a", "mode": "evidence_tree"}, "--mode = 'evidence_tree': needs --prompts"),
+    ],
+)
+def test_flags_name_a_prompt_or_a_file_of_prompts(flag_values: dict, message: str) -> None:
+    with pytest.raises(app.UsageError, match=message):
+        generation.check_flags(SimpleNamespace(**FLAGS | flag_values))
+    generation.check_flags(SimpleNamespace(**FLAGS | {"prompt": "a"}))
+    generation.check_flags(SimpleNamespace(**FLAGS | {"prompts": "in.jsonl", "out": "out.jsonl"}))
+
+
+def test_single_answer_is_printed_alone_and_several_get_numbers(capsys) -> None:
+    generation.print_answers({"answers": ["Rome"], "stopped": [True]})
+    assert capsys.readouterr() == ("Rome\n", "")
+    generation.print_answers({"answers": ["Rome", "Bath"], "stopped": [True, False]})
+    out, err = capsys.readouterr()
+    assert out == "Rome\nBath\n"
+    assert err == "answer 1 of 2:\nanswer 2 of 2, cut off at --max_tokens:\n"
+
+
+def test_prompt_of_the_command_line_is_asked_alone(monkeypatch, capsys) -> None:
+    calls = []
+
+    def answer(*arguments):
+        calls.append(arguments)
+        return [{"answers": ["Rome", "Bath"], "stopped": [True, True]}]
+
+    monkeypatch.setattr(generation, "load", lambda flag_values: ("model", COMPACT, {"top_p": 1.0}))
+    monkeypatch.setattr(generation, "answer", answer)
+    flag_values = SimpleNamespace(prompt="Rome has", samples=2, seed=3)
+    generation.answer_requests(flag_values)
+    assert calls == [("model", [{"prompt": "Rome has"}], ["Rome has"], 2, {"top_p": 1.0}, 3)]
+    assert capsys.readouterr().out == "Rome\nBath\n"

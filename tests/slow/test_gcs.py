@@ -167,6 +167,7 @@ def test_export_and_report_work_with_buckets(remote, tmp_path):
     assert "gs://bucket/run/plots/train.png" in process.stdout.splitlines()
     for out in (str(tmp_path / "out"), "gs://bucket/exported"):
         flag_values = {"workdir": str(remote), "out": out, "step": None, "adapters": False}
+        flag_values["push"] = None
         with pytest.MonkeyPatch.context() as monkeypatch:
             noise.use_one_device(monkeypatch)
             monkeypatch.setattr(start, "setup", lambda: None)

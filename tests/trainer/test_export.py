@@ -9,17 +9,23 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from absl import flags
 
+from spell_jax import export as export_command
 from spell_jax.policy import int8, lora, weights
 from spell_jax.policy.config import LoraConfig
+from spell_jax.policy.model import TINY_POLICY
+from spell_jax.runtime import setup as start
 from spell_jax.runtime.files.checkpoint import DamagedError
 from spell_jax.trainer import loop
 from spell_jax.trainer.export import export
 from tests import noise
+from tests.runtime.files import fake_hub
 
 LORA = {
     "policy.lora_rank": 2,
@@ -200,3 +206,49 @@ def test_invalid_export_arguments_are_rejected(run, tmp_path) -> None:
     with pytest.raises(ValueError, match=r"out = .*: is there already"):
         export(run, tmp_path)
     assert not out.exists()
+
+
+def export_flags(**values):
+    fields = dict.fromkeys(("workdir", "gguf", "out", "push", "step", "dtype"))
+    return SimpleNamespace(
+        FLAGS=SimpleNamespace(**fields | {"adapters": False} | values),
+        ValidationError=flags.ValidationError,
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"workdir": "run"}, "must give --out or --push"),
+        ({"out": "out"}, "must give either --workdir or --gguf"),
+        ({"workdir": "run", "out": "gs://b/out", "push": "hf://a/b"}, "--out must be a local fold"),
+        ({"workdir": "run", "push": "a/b"}, "--push = 'a/b': must be hf://OWNER/NAME"),
+    ],
+)
+def test_wrong_flags_are_refused_before_the_work(monkeypatch, values, message) -> None:
+    monkeypatch.setattr(start, "setup", lambda: None)
+    monkeypatch.setattr(export_command, "flags", export_flags(**values))
+    monkeypatch.setattr(export_command, "_write", lambda *_: pytest.fail("too late"))
+    with pytest.raises((flags.ValidationError, ValueError), match=message):
+        export_command.main(None)
+
+
+def test_export_is_pushed_with_and_without_a_folder(monkeypatch, tmp_path, capsys) -> None:
+    def write(_, out) -> str:
+        shutil.copytree(TINY_POLICY, out)
+        return "the policy after step 2"
+
+    monkeypatch.setattr(start, "setup", lambda: None)
+    monkeypatch.setattr(export_command, "_write", write)
+    names = {path.name for path in TINY_POLICY.iterdir()}
+    with fake_hub.serving(monkeypatch, tmp_path / "cache") as hub:
+        monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
+        for out in (None, str(tmp_path / "out")):
+            values = export_flags(workdir="run", push="hf://own/new", out=out)
+            monkeypatch.setattr(export_command, "flags", values)
+            export_command.main(None)
+            assert {*hub.head("own/new")} == names | {".gitattributes"}
+            *_, last = capsys.readouterr().out.splitlines()
+            assert last.endswith("the policy after step 2")
+    assert hub.private == {"own/new": True}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
