@@ -47,6 +47,7 @@ with entry.user_errors():
         output,
         report,
         sources,
+        summary,
         tasks,
     )
     from data_pipeline.cut import CutConfig
@@ -60,6 +61,7 @@ with entry.user_errors():
     from data_pipeline.stages import Done, Stages
     from data_pipeline.tasks import TasksConfig
     from spell_jax.data import tfds_sets
+    from spell_jax.data.clusters import TASKS
     from spell_jax.runtime import config as settings
     from spell_jax.runtime.config import Config
     from spell_jax.runtime.files import paths
@@ -110,6 +112,10 @@ def make_plan(config: Config) -> BuildPlan:
         tasks=settings.build(TasksConfig, config.tasks, "tasks", **seeded),
         output=settings.build(OutputConfig, config.output, "output"),
     )
+    if not plan.tasks.tasks:
+        named_tasks = {task for source in plan.sources.values() for task in source.tasks}
+        in_order = tuple(task for task in TASKS if task in named_tasks)
+        plan = dataclasses.replace(plan, tasks=dataclasses.replace(plan.tasks, tasks=in_order))
     for source in plan.sources.values():
         source.filter(plan.filter)
     # A document over this limit would fit no cluster, and be removed only after it was embedded.
@@ -258,8 +264,10 @@ def main(arguments: Sequence[str]) -> None:
         check_build(*build_arguments)
         return
     manifest = build(*build_arguments)
-    clusters = ", ".join(f"{number} {task}" for task, number in manifest["clusters"].items())
-    print(f"\nclusters  {clusters}\nread them with --config.data.source={flags.FLAGS.out}")
+    stages = Stages(FileSystems.join(flags.FLAGS.out, "stages"))
+    skipped = stages.read_records("read/removed", ["reason", "source", "place", "part"])
+    print("", *summary.summary_lines(manifest["counts"], skipped, manifest["clusters"]), sep="\n")
+    print(f"read them with --config.data.source={flags.FLAGS.out}; more in report.html there")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Removes duplicate documents: equal texts, and near-equal texts found by MinHash.
 
 1. A text is a node of a graph, with a 24-byte sort key. Of near-equal texts the smallest node is
-   kept: the text of highest quality; among equals the longest text, then the smallest id.
+   kept: the text of highest quality; among equals the text with the most characters of content
+   minus boilerplate (boilerplate.py), then the smallest id.
 2. Nodes that share a band key are candidate pairs. In a group of more than `largest_group` nodes,
    every further node is paired with the first node only.
 3. A candidate pair gets an edge if the Jaccard similarity of its shingles is at least `threshold`.
@@ -24,7 +25,7 @@ import apache_beam as beam
 import numpy as np
 from apache_beam.pvalue import TaggedOutput
 
-from data_pipeline import balance, signatures
+from data_pipeline import balance, boilerplate, signatures
 from data_pipeline.records import Document, event, order, remove, sized
 from spell_jax.runtime.config import check_least
 
@@ -34,7 +35,7 @@ PARTS = 256
 # Documents with bands that are packed together. Of 2048 x 16 bands, a partition gets 128 rows of 32
 # bytes on average, and the runner shuffles one value instead of 128.
 PACKED = 2048
-# Bytes of a node: 8 of quality and length, which decide first, then 16 of the id.
+# Bytes of a node: 8 of quality and worth, which decide first, then 16 of the id.
 NODE = 24
 RANK = 8  # bytes before the id
 BALANCES = balance.KEPT_OR_REMOVED
@@ -130,11 +131,12 @@ def make_dedup(documents: beam.PCollection, config: DedupConfig) -> dict[str, be
 
 
 def node_of(document: Document) -> bytes:
-    """Return a 24-byte sort key: quality (missing last) and length, descending, then the id."""
-    return _rank(document["quality"], len(document["text"])) + bytes.fromhex(document["id"])
+    """Return a 24-byte sort key: quality (missing last) and worth, descending, then the id."""
+    worth = boilerplate.worth(document["text"])
+    return _rank(document["quality"], worth) + bytes.fromhex(document["id"])
 
 
-def _rank(quality: float | None, length: int) -> bytes:
+def _rank(quality: float | None, worth: int) -> bytes:
     # Adding 0.0 turns -0.0 into 0.0.
     score = -math.inf if quality is None or math.isnan(quality) else quality + 0.0
     with np.errstate(over="ignore"):  # a score beyond float32's range becomes infinite
@@ -142,7 +144,8 @@ def _rank(quality: float | None, length: int) -> bytes:
     # As integers, the bits of positive floats rise with the value and those of negative floats
     # fall. `falling` falls with the value everywhere.
     falling = bits if bits >> 31 else 0x7FFFFFFF - bits
-    return struct.pack(">II", falling, max(0, 2**32 - 1 - length))
+    # A worth may be negative.
+    return struct.pack(">II", falling, min(max(0, 2**31 - worth), 2**32 - 1))
 
 
 def _bands(document: Document, config: DedupConfig) -> tuple[np.ndarray, bytes]:

@@ -203,6 +203,12 @@ def remove(document: Mapping[str, Any], reason: str, because: str = "") -> Itera
     yield removed(document, reason, because)
 
 
+def place_name(item: Mapping[str, Any]) -> str:
+    """Return "SOURCE:PLACE, part N" of a Document or a Removed."""
+    part = f", part {item['part']}" if item["part"] else ""
+    return f"{item['source']}:{item['place']}{part}"
+
+
 def order(document: Document) -> tuple[str, str, int, str]:
     """Return a document's sort key: its source, then its position there."""
     # Runners deliver documents in any order; stages that depend on an order sort by this key.

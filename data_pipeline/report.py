@@ -31,8 +31,8 @@ from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, TfidfVectorizer
 from sklearn.manifold import TSNE
 from threadpoolctl import threadpool_limits
 
-from data_pipeline import output
-from data_pipeline.records import AssignedCluster, Count, Removed
+from data_pipeline import output, summary
+from data_pipeline.records import AssignedCluster, Count, Removed, place_name
 from data_pipeline.stages import Done, Stages
 from spell_jax import reporting
 
@@ -108,7 +108,7 @@ class Content:
     stages: Sequence[tuple[str, Sequence[Count]]]
     funnel: Sequence[tuple[str, int]]  # documents read, then those left after each stage
     lengths_before: Mapping[int, int]  # histogram of characters of the documents read
-    lengths_after: Mapping[int, int]  # histogram of characters of the documents kept
+    lengths_after: Mapping[int, int]  # histogram of characters, kept by the filter
     document_tokens: Mapping[int, int]  # histogram
     components: Mapping[int, int]  # histogram of sizes of near-duplicate groups
     cluster_sizes: Mapping[str, Mapping[int, int]]  # pool -> histogram of documents per cluster
@@ -177,7 +177,7 @@ def _contamination(stages: Stages, stages_by_name: Mapping[str, Done]) -> dict[s
     names: dict[str, list[str]] = defaultdict(list)
     if "decontaminate" in stages_by_name:
         for record in stages.read_records("decontaminate/removed"):
-            names[record["because"]].append(_place_name(record))
+            names[record["because"]].append(place_name(record))
     return names
 
 
@@ -293,13 +293,14 @@ def _words(text: str) -> list[str]:
 
 def _facts(content: Content) -> list[tuple[str, int]]:
     """Return the key figures at the top of the page."""
+    counts = dict(content.stages)
     return [
         ("documents read", sum(content.lengths_before.values())),
-        ("documents kept", sum(content.lengths_after.values())),
+        ("documents kept", summary.kept_documents(counts)),
         ("near-duplicate groups", sum(content.components.values())),
         ("clusters", sum(content.cluster_tokens.values())),
         ("tokens in clusters", sum(size * n for size, n in content.cluster_tokens.items())),
-        ("skipped", len(content.skipped)),
+        ("files skipped", summary.skipped_files(counts)),
     ]
 
 
@@ -325,14 +326,8 @@ def _by_reason(skipped: Iterable[Removed]) -> dict[str, list[str]]:
     names = defaultdict(list)
     for removed in skipped:
         because = removed["because"] and f" ({_cut(removed['because'], EXAMPLE_CHARACTERS)})"
-        names[removed["reason"]].append(_place_name(removed) + because)
+        names[removed["reason"]].append(place_name(removed) + because)
     return names
-
-
-def _place_name(item: Mapping[str, Any]) -> str:
-    """Return "SOURCE:PLACE, part N" of a document or a Removed."""
-    part = f", part {item['part']}" if item["part"] else ""
-    return f"{item['source']}:{item['place']}{part}"
 
 
 def _beginnings(cluster: AssignedCluster) -> list[tuple[str, str]]:
@@ -341,7 +336,7 @@ def _beginnings(cluster: AssignedCluster) -> list[tuple[str, str]]:
     for document in cluster["documents"][:EXAMPLE_DOCUMENTS]:
         # Five times the characters shown, because runs of white space shrink.
         text = " ".join(document["text"][: 5 * EXAMPLE_CHARACTERS].split())
-        beginnings.append((_place_name(document), _cut(text, EXAMPLE_CHARACTERS)))
+        beginnings.append((place_name(document), _cut(text, EXAMPLE_CHARACTERS)))
     return beginnings
 
 
@@ -351,7 +346,7 @@ def _cut(text: str, length: int) -> str:
 
 def _plots(content: Content) -> dict[str, Markup]:
     """Return name -> SVG for the plots that have data."""
-    lengths = {"read": content.lengths_before, "kept": content.lengths_after}
+    lengths = {"read": content.lengths_before, "kept by the filter": content.lengths_after}
     plots: dict[str, tuple[Callable[..., None], Any, *tuple[Any, ...]]] = {
         "funnel": (_draw_funnel, content.funnel),
         "characters": (_draw_log, _filled(lengths), "characters", "documents"),

@@ -35,7 +35,7 @@ from data_pipeline.filter import (
 from data_pipeline.layouts import SourceRow
 from data_pipeline.records import File, Listed, blake2b, event, make_document, removed
 from spell_jax.data import row_files
-from spell_jax.data.clusters import TASKS
+from spell_jax.data.clusters import BUILD_SUFFIXES, SUFFIXES, TASKS
 from spell_jax.data.text_files import Unusable
 from spell_jax.data.tfds_sets import TextSet, TfdsSource, is_tfds
 from spell_jax.runtime import config as settings
@@ -52,7 +52,7 @@ WHOLE: Mapping[str, Callable[[bytes], list[SourceRow]]] = {
 }
 LINES = tuple(suffix for suffix, kind in row_files.KINDS.items() if kind.format == ".jsonl")
 LAYOUTS = {
-    "folder": (".txt", ".md", ".html", ".htm", ".pdf", *LINES, ".parquet"),
+    "folder": (*SUFFIXES, *BUILD_SUFFIXES),
     "ultra_fineweb": (".parquet",),
     "docmath": tuple(row_files.KINDS),
     "json": (".json", ".jsonl"),

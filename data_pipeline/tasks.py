@@ -20,7 +20,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 from data_pipeline.records import ClusterRecord, digest, event, remove
-from spell_jax.data.clusters import PAPER_TASKS, TASKS
+from spell_jax.data.clusters import TASKS
 from spell_jax.runtime.config import check_least
 
 # Every cluster is assigned or left over, and every document of a left-over cluster is listed.
@@ -39,17 +39,17 @@ class TasksConfig:
     Attributes:
       clusters_per_task: Largest number of clusters for each task; 0 for as many as possible.
       seed: Seed of the selection of clusters.
-      tasks: Tasks to assign, some of TASKS.
+      tasks: Tasks to assign, some of TASKS; () for the tasks that the sources may serve.
     """
 
     clusters_per_task: int = 0
     seed: int = 0
-    tasks: tuple[str, ...] = PAPER_TASKS
+    tasks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_least(self, "tasks.", clusters_per_task=0)
         are_known = set(self.tasks) <= set(TASKS)
-        if not self.tasks or not are_known or len(set(self.tasks)) < len(self.tasks):
+        if not are_known or len(set(self.tasks)) < len(self.tasks):
             raise ValueError(f"tasks.tasks = {self.tasks}: must be some of {TASKS}, each once")
 
 

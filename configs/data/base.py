@@ -23,6 +23,7 @@ def get_config() -> Any:  # a ConfigDict; Any because its fields have no static 
     config.cluster = _cluster()
     config.tasks = ConfigDict()
     config.tasks.clusters_per_task = 0  # 0: as many as all tasks can get
+    config.tasks.tasks = ()  # (): the tasks of the sources
     config.output = ConfigDict({"shards": 8})
     return config
 

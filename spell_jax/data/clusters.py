@@ -33,6 +33,8 @@ TASKS = (*PAPER_TASKS, CLOZE)
 TEXT_TASKS = ("general_qa", CLOZE)  # answers are texts, compared by their words
 LETTERS = ("A", "B", "C", "D")  # labels of multiple-choice options
 SUFFIXES = (".txt", ".md")
+# Types of a folder's files that only data_pipeline.build reads.
+BUILD_SUFFIXES = (".html", ".htm", ".pdf", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 # Least max_document_tokens: a slice of 2 characters, of up to 4 tokens each, fits (_split_units).
 SMALLEST_LIMIT = 16
 GROUPINGS = ("order", "similarity")
@@ -107,6 +109,7 @@ class ClusterReport:
     Attributes:
       read: number of files (folder), lines (JSONL file) or records (tfds set) used.
       skipped: reason -> number of files and unreadable folders, lines or records.
+      buildable: BUILD_SUFFIXES -> number of the folder's skipped files of this type.
       cut: number of documents over the limit.
       lengths: tokens of each document after cutting.
       clusters: number of clusters.
@@ -114,6 +117,7 @@ class ClusterReport:
 
     read: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
+    buildable: Counter[str] = field(default_factory=Counter)
     cut: int = 0
     lengths: list[int] = field(default_factory=list)
     clusters: int = 0
@@ -177,6 +181,8 @@ def read_clusters(
         texts = tfds_texts(source, report)
     elif (path := _existing_path(source)).is_dir():
         texts = folder_texts(path, report)
+    else:
+        _check_file(source, path)
     if texts is not None:
         clusters = _group_documents(list(cut(texts)), documents_per_cluster, grouping)
     else:
@@ -185,9 +191,14 @@ def read_clusters(
             replace(cluster, documents=tuple(cut(cluster.documents))) for cluster in uncut_clusters
         ]
     report.clusters = len(clusters)
+    types = ", ".join(f"{count} {suffix}" for suffix, count in sorted(report.buildable.items()))
+    remedy = types and f"{types} files: {_build_command(source)}"
     if not clusters:
-        raise ValueError(f"source = {str(source)!r}: no usable text; {report.summary()}")
+        summary = f"{report.summary()}{remedy and '; '}{remedy}"
+        raise ValueError(f"source = {str(source)!r}: no usable text; {summary}")
     log.info("%s: %s", source, report.summary())
+    if remedy:
+        log.warning("%s: skipped %s", source, remedy)
     return clusters, report
 
 
@@ -196,6 +207,28 @@ def _existing_path(source: str | Path) -> Path:
     if not path.exists():
         raise FileNotFoundError(f"source = {str(path)!r}: no such file or folder")
     return path
+
+
+def _check_file(source: object, path: Path) -> None:
+    """Raise ValueError, with what to do instead, if a file has a text and not clusters."""
+    name = path.name.lower()
+    if path.suffix.lower() in SUFFIXES:
+        folder = str(source)[: -len(path.name)] or "."
+        raise ValueError(
+            f"source = {str(source)!r}: must be the folder of the texts, such as {folder!r}, "
+            "not one text"
+        )
+    if name.endswith(BUILD_SUFFIXES) and ".jsonl" not in name:
+        raise ValueError(f"source = {str(source)!r}: must be built: {_build_command(source)}")
+
+
+def _build_command(source: object) -> str:
+    """Return what to type for a file or folder that only data_pipeline reads."""
+    return (
+        f"python -m data_pipeline.build --config=configs/data/folder.py:{source}:512 "
+        "--out=runs/clusters (512: sampler.max_prompt of the run), then "
+        "--config.data.source=runs/clusters"
+    )
 
 
 def split_held_out(ids: Sequence[str], share: float) -> tuple[list[str], list[str]]:
@@ -316,6 +349,8 @@ def folder_texts(folder: Path, report: ClusterReport) -> Iterator[str]:
                 continue
             if path.suffix.lower() not in SUFFIXES:
                 report.skipped["of another type"] += 1
+                name = path.name.lower()
+                report.buildable.update(s for s in BUILD_SUFFIXES if name.endswith(s))
                 continue
             if (size := path.stat().st_size) > LARGEST_FILE:
                 raise Unusable("oversize", f"has {size} bytes, more than {LARGEST_FILE}")

@@ -240,6 +240,54 @@ def test_empty_sources_and_impossible_splits_raise(tmp_path: Path) -> None:
         split_held_out([], 1.0)
 
 
+@pytest.mark.parametrize(
+    ("files", "source", "message"),
+    [
+        (["a/one.txt"], "a/one.txt", r"must be the folder of the texts, such as 'a/', not one"),
+        (["one.MD"], "one.MD", r"must be the folder of the texts, such as '\.', not one text$"),
+        (
+            ["one.pdf"],
+            "one.pdf",
+            r"must be built: python -m .*folder\.py:one\.pdf:512 --out=runs/c",
+        ),
+        (
+            ["a.html"],
+            "a.html",
+            r"must be built: python -m data_pipeline.build .* --config\.data\.so",
+        ),
+        (["t.parquet"], "t.parquet", r"must be built: python -m data_pipeline.build --config="),
+        (
+            ["a/1.pdf", "a/2.PDF", "a/b/3.htm", "a/4.jsonl.gz", "a/5.csv"],
+            "a",
+            r"no usable text; read 0, skipped 5 .*; 1 \.htm, 1 \.jsonl\.gz, 2 \.pdf files: "
+            r"python -m data_pipeline\.build --config=configs/data/folder\.py:a:512 --out=runs/clu",
+        ),
+    ],
+)
+def test_source_that_must_be_built_first_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], source: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("A text.")
+    with pytest.raises(ValueError, match=rf"^source = '{source}': .*{message}") as error:
+        read_clusters(source)
+    assert "\n" not in str(error.value)
+
+
+def test_files_beside_the_texts_that_only_a_build_reads_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.txt", "photo.jpg"):
+        (tmp_path / name).write_text("A text.")
+    assert read_clusters(tmp_path)[1].read == 1
+    assert "data_pipeline" not in caplog.text
+    (tmp_path / "b.pdf").write_text("%PDF")
+    assert read_clusters(tmp_path)[1].read == 1
+    assert f"{tmp_path}: skipped 1 .pdf files: python -m data_pipeline.build" in caplog.text
+
+
 def test_real_filings_are_cut_within_the_limit(spell_data: Path) -> None:
     clusters, report = read_clusters(spell_data / "edgar" / "dev", max_document_tokens=256)
     assert report.read == 10

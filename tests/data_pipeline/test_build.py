@@ -15,10 +15,11 @@ import pytest
 from apache_beam.io.gcp import gcsio
 
 from benchmarks.data import edited_copy
-from data_pipeline import build, cluster, dedup, output
+from data_pipeline import build, cluster, dedup, output, summary
 from data_pipeline.stages import DONE, Stages
 from spell_jax.configs.data import base, folder, mixed, paper
 from spell_jax.data import built, stream
+from spell_jax.data.clusters import PAPER_TASKS
 
 TOPICS = 8
 STAGES = ["read", "dedup", "decontaminate", "cut", "embed", "cluster-points", "cluster-members"]
@@ -100,6 +101,24 @@ def test_every_input_file_is_accounted_for(finished_build):
         ("of another type", "web", "odd.bin")
     ]
     assert manifest["sources"]["web"].keys() >= {"copy-0.txt", "short.txt", "long.txt"}
+
+
+@pytest.mark.slow
+def test_console_names_skipped_files_and_counts_removals_by_reason(finished_build):
+    manifest, out = finished_build
+    skipped = Stages(str(out / "stages")).read_records("read/removed")
+    lines = summary.summary_lines(manifest["counts"], skipped, manifest["clusters"])
+    clusters = built.BuiltClusters(out)
+    used = sum(len(cluster.documents) for cluster in clusters.read(list(clusters.tasks)))
+    assert [line.strip() for line in lines[:7]] == [
+        "files      169 read, 1 skipped",
+        "1 of another type: web:odd.bin",
+        "documents  169 read, 160 kept",
+        "2 contaminated by exam",
+        "6 near duplicate",
+        "1 too short",
+        f"pieces     162 made, {used} in clusters",
+    ]
 
 
 @pytest.mark.slow
@@ -348,6 +367,16 @@ def test_config_errors_are_raised_before_anything_is_written(config, tmp_path, c
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         build.build(changed, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_tasks_are_those_that_the_sources_name(config):
+    """The folder's config names two of the paper's tasks, so no warning may name the third."""
+    plan = build.make_plan(folder.get_config("somewhere"))
+    assert plan.tasks.tasks == ("general_qa", "multiple_choice")
+    assert build.make_plan(config).tasks.tasks == PAPER_TASKS
+    changed = config.copy_and_resolve_references()
+    changed.tasks.tasks = ("financial_math",)
+    assert build.make_plan(changed).tasks.tasks == ("financial_math",)
 
 
 @pytest.mark.slow

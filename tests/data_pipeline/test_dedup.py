@@ -137,11 +137,21 @@ def chinese_texts() -> list[Document]:
     ]
 
 
+def print_versions() -> list[Document]:
+    """Return an article, its print version, which is longer, and one with half of the additions."""
+    lines = [some_text(300 + i, 12) for i in range(20)]
+    article = "\n".join(lines)
+    footer = "Copyright The Daily River. All rights reserved."
+    header = "Print version\nShare this page\n"
+    texts = {"article": article, "both": f"{header}{article}\n{footer}", "one": header + article}
+    return [document(text, place, source="prints") for place, text in texts.items()]
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """Run once for all tests; return (documents read, kept, removed, counts)."""
     makers = (few_documents, families, copies_of_a_copy, equal_texts, texts_of_few_tokens)
-    documents = [d for make in (*makers, chinese_texts) for d in make()]
+    documents = [d for make in (*makers, chinese_texts, print_versions) for d in make()]
     return documents, *run(tmp_path_factory.mktemp("corpus"), documents)
 
 
@@ -165,6 +175,13 @@ def test_removes_exact_and_near_duplicates(corpus):
         "documents removed: near duplicate": 2,
     }
     assert counts["documents kept", "t"] == counts["documents read", "t"] == 1
+
+
+def test_near_duplicate_with_the_least_boilerplate_is_kept(corpus):
+    assert removed_of(corpus, "prints") == {
+        "both": ("near duplicate", "prints:article"),
+        "one": ("near duplicate", "prints:article"),
+    }
 
 
 def test_every_document_is_kept_or_listed_as_removed(corpus):
@@ -280,7 +297,7 @@ def test_single_document_is_kept(tmp_path):
     assert counts == {("documents read", "s"): 1, ("documents kept", "s"): 1}
 
 
-def test_nodes_sort_by_quality_then_length():
+def test_nodes_sort_by_quality_then_worth():
     texts = [some_text(1, 99), some_text(1, 100)]
     ranked = [
         document(texts[0], "", 1e300),
@@ -293,9 +310,10 @@ def test_nodes_sort_by_quality_then_length():
         document(texts[0], "", -7.0),
         document(texts[1], ""),
         document(texts[0], "", float("nan")),
+        document("Subscribe\nto our newsletter", ""),
     ]
     nodes = [node_of(d) for d in ranked]
-    assert nodes == sorted(nodes) and len(set(nodes)) == 10
+    assert nodes == sorted(nodes) and len(set(nodes)) == 11
     assert {len(node) for node in nodes} == {dedup.NODE}
     assert node_of(document("a b", "")) != node_of(document("a c", ""))
 

@@ -63,8 +63,10 @@ def content() -> Content:
         versions={"jax": "0.1"},
         stages=[
             (
-                "filter",
+                "read",
                 [
+                    Count(what="files skipped: binary", source="books", number=1),
+                    Count(what="files skipped: empty", source="books", number=2),
                     Count(what="documents kept", source="books", number=1200),
                     Count(what="documents kept", source="web", number=34),
                     Count(what="documents read", source="books", number=1500),
@@ -72,7 +74,8 @@ def content() -> Content:
                     Count(what="candidate pairs", source="", number=5),
                 ],
             ),
-            ("dedup", []),
+            ("dedup", [Count(what="documents kept", source="books", number=1230)]),
+            ("embed", []),
         ],
         funnel=[("read", 54321), ("after filter", 1234)],
         lengths_before={0: 1, 10: 1, 5000: 1, 70000: 1},
@@ -125,11 +128,16 @@ def test_stage_counts_are_tabulated_by_source(page):
     ]
 
 
+def test_key_figures_count_what_the_last_stage_of_documents_kept(page):
+    facts = {dt.get_text(): dt.find_next_sibling("dd").get_text() for dt in page.select("dl dt")}
+    assert facts["documents kept"] == "1,230" and facts["files skipped"] == "3"
+
+
 def test_plots_show_the_numbers(page):
     names = [svg["aria-label"] for svg in page.select("svg")]
     assert names == ["funnel", "characters", "tokens", "components", "sizes", "sums", "map"]
     assert {"read", "54,321", "after filter", "1,234"} <= set(picture(page, "funnel"))
-    assert {"read", "kept", "10k"} <= set(picture(page, "characters"))
+    assert {"read", "kept by the filter", "10k"} <= set(picture(page, "characters"))
     # Groups of 3 and of 4 share a bar; sizes between 5 and 64 have empty bars.
     assert {"2", "40", "3–4", "11", "5–8", "65–128", "1"} <= set(picture(page, "components"))
     assert {"general_qa", "financial_math"} <= set(picture(page, "sizes"))
