@@ -22,7 +22,7 @@ from spell_jax.algorithms.reconstruction.algorithm import ReconstructionConfig
 from spell_jax.algorithms.rlvr.static_algorithm import StaticAlgorithm
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.config import collect_mistakes, default_config, read, read_supervised
-from spell_jax.configs import eapo, folder, paper, real, reconstruction, rlvr, tiny
+from spell_jax.configs import documents, eapo, folder, paper, real, reconstruction, rlvr, tiny
 from spell_jax.evaluation.answering import EvaluationSampling
 from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.learner.packing import PackingConfig
@@ -33,7 +33,7 @@ from spell_jax.runtime.config import ConfigError, build, flat, plain
 from spell_jax.selfplay import prompts
 from spell_jax.trainer import supervised
 from spell_jax.trainer.build import make_algorithm, make_context, make_run
-from tests import noise
+from tests import doc_commands, noise
 from tests.algorithms.scripted import ScriptedModels
 from tests.evaluation.oracle import perfect
 from tests.paths import ROOT
@@ -207,6 +207,24 @@ def test_folder_config_has_the_clusters_of_its_warm_start_rows():
     for name in ("max_document_tokens", "documents_per_cluster", "grouping", "held_out"):
         assert data[name] == getattr(flag_values, name)
     assert data.held_out == 0.05
+
+
+def test_documents_config_has_the_clusters_and_sizes_that_its_page_makes():
+    """The page's commands hold out the same clusters, and make them for the run's prompts."""
+    page = ROOT / "docs" / "howto" / "real_model.md"
+    commands = {c.words[2]: c.words[3:] for c in doc_commands.find(page) if c.words[1] == "-m"}
+    config, flag_values = documents.get_config(), flags.FlagValues()
+    facts.define_flags(flag_values)
+    flag_values(["facts", *commands["spell_jax.question_sets.facts"]])
+    for name in ("max_document_tokens", "held_out", "source"):
+        assert config.data[name] == getattr(flag_values, name)
+    assert config.data.validation == f"{flag_values.out}/{facts.QUESTIONS_FILE}"
+    assert tuple(flag_values.tasks) == config.data.tasks == ("general_qa",)
+    build_words = commands["data_pipeline.build"]
+    assert f"--out={config.data.source}" in build_words
+    assert f"folder.py:path/to/folder:{config.sampler.max_prompt}" in build_words[0]
+    assert config.policy.folder == f"{commands['spell_jax.sft'][1].split('=')[1]}/policy"
+    assert f"--config.source={flag_values.out}/{facts.ROWS_FILE}" in commands["spell_jax.sft"]
 
 
 @pytest.mark.parametrize("name", paper.MODELS)
