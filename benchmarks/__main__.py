@@ -36,8 +36,8 @@ import jax
 
 try:
     from benchmarks.accelerator.command import Accelerator
-    from benchmarks.base import BenchmarkCommand, head_commit
-    from spell_jax.runtime import entry
+    from benchmarks.base import BenchmarkCommand
+    from spell_jax.runtime import code_version, entry
     from spell_jax.runtime import setup as start
 except ModuleNotFoundError as missing:
     sys.exit(
@@ -98,7 +98,7 @@ def _line(name: str, benchmark: BenchmarkCommand) -> dict[str, Any]:
     return {
         "bench": name,
         **dataclasses.asdict(benchmark),  # after the run, which fills in defaults
-        "commit": head_commit(),
+        "commit": code_version.head_commit(),
         "devices": jax.device_count(),
         "device": jax.devices()[0].device_kind,
         "processors": os.cpu_count(),

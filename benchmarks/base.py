@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -206,16 +205,6 @@ def random_groups(
         )
         for prompt in prompts
     ]
-
-
-def head_commit() -> str:
-    """Return the commit of the checkout, with "-dirty" after a change; "unknown" outside of git."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        git = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return git.stdout.strip()
 
 
 def best_seconds(call: Callable[[], Any], repeats: int) -> float:

@@ -67,7 +67,7 @@ from spell_jax.runtime import entry, setup
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, changes
 from spell_jax.runtime.files import hashes, paths
-from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER, CONFIG_FILE
+from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER, CONFIG_FILE, RUN_FILE
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.page_groups import page_groups
 from spell_jax.selfplay.given_questions import read_scorable
@@ -471,13 +471,13 @@ def _describe_update(checked: Checked, run: RunConfig) -> Iterator[str]:
 
 
 def _describe_files(checked: Checked) -> str:
-    config, names = checked.config, [CONFIG_FILE, "metrics.jsonl", "tensorboard/"]
+    config, names = checked.config, [CONFIG_FILE, RUN_FILE, "metrics.jsonl", "tensorboard/"]
     names += ["episodes/"] * bool(config.episode_characters)
     names += [f"{CHECKPOINTS_FOLDER}/ (every {config.checkpoint_every} steps)"]
     # Without the policy's tokenizer, the evaluation could not be made.
     if checked.is_evaluated or config.data.validation:
         names += ["best/"] * bool(config.validate_every)
-        names += [EVALUATION_FILE] * config.evaluate
+        names += [EVALUATION_FILE] * (config.evaluate or bool(config.validate_every))
     return f"{checked.workdir or 'WORKDIR'}: {', '.join([*names, 'policy/', 'plots/'])}"
 
 

@@ -30,10 +30,11 @@ The first command:
    star in the table and a note that counts such answers. The API key of an endpoint is read from
    $SPELL_JUDGE_KEY. --judge_template=grades asks for EAPO's three grades, of which only "correct"
    counts.
-3. OUT/samples.jsonl has a row per sample, OUT/summary.json means with 95 % intervals (bootstrap
-   over questions), OUT/table.md the table, next to the tables of other evaluations (--compare).
-   --columns=separate gives each benchmark a column of its own, as in EAPO's Table 1.
-   Benchmarks with a breakdown, for example by the depth of a needle, have OUT/plots/NAME.png.
+3. OUT/samples.jsonl has a row per sample, OUT/summary.json means with 95 % intervals (over
+   questions; Wilson's for shares of right answers), OUT/table.md the table, next to the tables of
+   other evaluations (--compare). --columns=separate gives each benchmark a column of its own, as
+   in EAPO's Table 1. Benchmarks with a breakdown, for example by the depth of a needle, have
+   OUT/plots/NAME.png.
 4. Policies and data may be URLs (docs/launching.md, "Data and weights from a bucket").
 5. A restarted evaluation resumes: samples.jsonl keeps each question with complete samples, and
    judge.jsonl each reply. The final files equal the files of an uninterrupted evaluation.
@@ -141,7 +142,7 @@ if __name__ == "__main__":
         "need 20480, as in the paper.",
     )
     flags.DEFINE_integer("limit", 0, "Number of questions per benchmark, the first ones; 0: all.")
-    flags.DEFINE_integer("seed", 0, "Seed of sampling and of the bootstrap.")
+    flags.DEFINE_integer("seed", 0, "Seed of sampling and of bootstrap intervals.")
     flags.DEFINE_enum(
         "thinking", "", list(THINKING), "Thinking mode of chat templates that have one."
     )

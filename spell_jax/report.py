@@ -2,9 +2,10 @@
 
     python -m spell_jax.report --workdir=DIR[,DIR,...] [--x=sampled_tokens]
 
-1. DIR/plots gets a picture per group of metrics, and one of the evaluation, which is also printed.
-2. DIR/report.html shows the metrics and the evaluation on one page, with episodes to browse. Each
-   of its plots is a picture in DIR/plots too.
+1. The held-out evaluation is printed, with 95 % intervals, and the paired differences of answers
+   to questions of a file.
+2. DIR/report.html shows what was run, the evaluation and the metrics on one page, with episodes to
+   browse. Each of its plots is a picture in DIR/plots too, for a column of a paper.
 3. Several runs are compared: the page is comparison.html in the first folder, and its pictures are
    in plots/comparison there.
 4. With --x=sampled_tokens the curves of a page are plotted over the tokens that all roles have

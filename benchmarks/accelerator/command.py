@@ -21,7 +21,8 @@ from typing import Annotated, Any, NamedTuple
 
 from benchmarks.accelerator import child
 from benchmarks.accelerator.results import FILE, NOT_RUN, START, Results
-from benchmarks.base import BenchmarkCommand, head_commit
+from benchmarks.base import BenchmarkCommand
+from spell_jax.runtime import code_version
 
 _OUT = "runs/accelerator"
 
@@ -128,7 +129,7 @@ class Accelerator(BenchmarkCommand):
 
     def head(self) -> str:
         """Return the commit of the tree."""
-        return self.commit or head_commit()
+        return self.commit or code_version.head_commit()
 
 
 # A process for each section: a crash, a hang or memory that a library keeps ends with it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -12,10 +11,12 @@ from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.data.config import DataConfig
 from spell_jax.data.questions import Question
 from spell_jax.rollout.replies import AskModels
+from spell_jax.runtime import intervals
+from spell_jax.runtime.intervals import Estimate
 from spell_jax.selfplay import rules
 
-# {section: {row: {column: (mean, half width of the 95 % interval)}}}
-Report = dict[str, dict[str, dict[str, tuple[float, float]]]]
+# {section: {row: {column: mean with its 95 % interval}}}
+Report = dict[str, dict[str, dict[str, Estimate]]]
 # {section: {row: {column: values}}}
 Tables = dict[str, dict[str, dict[str, list[float]]]]
 
@@ -44,7 +45,10 @@ class Evaluation(Protocol):
         ...
 
     def quick(self, ask: AskModels) -> tuple[float, dict[str, float]]:
-        """Return (score, larger is better; numbers by name), cheap enough for every few steps."""
+        """Return (score, larger is better; numbers by name), cheap enough for every few steps.
+
+        A number that is a Share gets an interval in the report.
+        """
         ...
 
 
@@ -66,13 +70,23 @@ class MakeEvaluation(Protocol):
         ...
 
 
-def share(outcomes: Sequence[bool | float]) -> tuple[float, float]:
-    """Return (mean, half width of the mean's normal 95 % interval); ValueError without outcomes."""
+class Share(float):
+    """A share of questions that got a right answer, and the number of these questions."""
+
+    questions: int
+
+    def __new__(cls, mean: float, questions: int) -> Share:
+        share = super().__new__(cls, mean)
+        share.questions = questions
+        return share
+
+
+def mean_outcome(outcomes: Sequence[bool | float]) -> float:
+    """Return the mean of the questions' outcomes, a Share if each is 0 or 1."""
     if not outcomes:
-        raise ValueError("a share of no outcomes")
+        raise ValueError("a mean of no outcomes")
     mean = sum(outcomes) / len(outcomes)
-    variance = sum((x - mean) ** 2 for x in outcomes) / len(outcomes)
-    return mean, 1.96 * math.sqrt(variance / len(outcomes))
+    return Share(mean, len(outcomes)) if intervals.is_binary(outcomes) else mean
 
 
 class ExamPrompt(NamedTuple):
@@ -95,10 +109,10 @@ class Exam(NamedTuple):
 
 
 def to_report(tables: Tables) -> Report:
-    """Return the share of the values in each cell."""
+    """Return the mean of the values in each cell."""
     return {
         section: {
-            row: {column: share(values) for column, values in columns.items()}
+            row: {column: intervals.estimate(values) for column, values in columns.items()}
             for row, columns in table.items()
         }
         for section, table in tables.items()
@@ -109,8 +123,8 @@ def accuracy_by_row(tables: Tables) -> tuple[float, dict[str, float]]:
     """Return (accuracy, numbers): the first column by row, and means of the others in row "all"."""
     (table,) = tables.values()
     accuracy, *other_measures = table["all"]
-    numbers = {row: share(columns[accuracy])[0] for row, columns in table.items()}
-    return numbers["all"], numbers | {n: share(table["all"][n])[0] for n in other_measures}
+    numbers = {row: mean_outcome(columns[accuracy]) for row, columns in table.items()}
+    return numbers["all"], numbers | {n: mean_outcome(table["all"][n]) for n in other_measures}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Public names:
   runner.evaluate, runner.EvaluationConfig: benchmarks of a policy, from prompts to a table.
   benchmarks.registry.load: the questions of a benchmark by its name.
-  protocol.estimate, protocol.summarize: means with intervals, and summaries of benchmarks.
+  protocol.estimate_best, protocol.summarize: means with intervals, and summaries of benchmarks.
   harness.evaluate: tasks of lm-evaluation-harness.
   judgments.judge_answers: a judge's verdicts on answers that are on disk.
   lengths.measure: lengths of the benchmarks' prompts.

@@ -1,14 +1,13 @@
 """The paper's evaluation protocol (section 4.1, spec section 11) as pure functions.
 
 Each question has n scores in [0, 1]. pass@1 is their mean, pass@k is `best_of`. A benchmark's score
-is the mean over its questions, with a bootstrap interval over questions. Table 1 gives the columns:
-the three sets from LongBench share one. "Avg." is the mean of the columns; the mean of all
-benchmarks is reported beside it.
+is the mean over its questions, with a 95 % interval over questions. Table 1 gives the columns: the
+three sets from LongBench share one. "Avg." is the mean of the columns; the mean of all benchmarks
+is reported beside it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import zlib
@@ -18,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.runtime import bootstrap
+from spell_jax.runtime import intervals
+from spell_jax.runtime.intervals import Estimate
 
 ATTEMPTS = (1, 2, 4, 8)  # k of pass@k, at most the number of samples
 
@@ -52,37 +52,18 @@ def best_of(scores: Sequence[float], k: int) -> float:
     return math.fsum(w * s for w, s in zip(ways, sorted(scores), strict=True)) / math.comb(n, k)
 
 
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """A mean over questions with its bootstrap distribution."""
+def estimate_best(scores: Sequence[Sequence[float]], k: int, name: str, seed: int) -> Estimate:
+    """Estimate the mean best of k scores over the questions of a benchmark, at least one question.
 
-    value: float
-    resampled: np.ndarray  # means over bootstrap samples, float [bootstrap.SAMPLES]
-
-    def record(self) -> dict[str, float]:
-        """Return the mean and its 95 % interval, as {"mean", "low", "high"}."""
-        low, high = bootstrap.interval(self.resampled)
-        return {"mean": self.value, "low": low, "high": high}
-
-
-def estimate(values: Sequence[float], name: str, seed: int) -> Estimate:
-    """Estimate the mean of one value per question, at least one, with a bootstrap distribution.
-
-    The same seed and name resample the same questions.
+    `scores` are of all answers, by question. The interval is Wilson's if every score is 0 or 1,
+    else a bootstrap, in which the same seed and name resample the same questions.
     """
-    if not values:
+    if not scores:
         raise ValueError(f"{name}: has no questions")
+    values = [best_of(question_scores, k) for question_scores in scores]
     # The same resampled questions for every policy: their intervals differ by their answers alone.
-    resampled = bootstrap.resample_means(values, [seed, zlib.crc32(name.encode())])
-    return Estimate(math.fsum(values) / len(values), resampled)
-
-
-def mean(estimates: Collection[Estimate]) -> Estimate:
-    """Return the unweighted mean of independent estimates, at least one."""
-    value = math.fsum(term.value for term in estimates) / len(estimates)
-    # Benchmarks are resampled independently, so the i-th means of all benchmarks are one joint
-    # sample.
-    return Estimate(value, np.mean([term.resampled for term in estimates], axis=0))
+    is_share = all(map(intervals.is_binary, scores))
+    return intervals.estimate(values, (seed, zlib.crc32(name.encode())), is_share)
 
 
 def columns(names: Iterable[str], shared: Columns) -> dict[str, Sequence[str]]:
@@ -118,30 +99,26 @@ def aggregate(
     }
     for kind, k in _pass_at(samples).items():
         by_name = {
-            name: _estimate_best(benchmark_scores, k, name, seed)
+            name: estimate_best(benchmark_scores, k, name, seed)
             for name, benchmark_scores in scores.items()
             if benchmark_scores
         }
         by_column = {
-            title: mean([by_name[name] for name in members])
+            title: intervals.mean_of([by_name[name] for name in members])
             for title, members in members_of.items()
             if by_name.keys() >= set(members)
         }
         for part, estimates in (("benchmarks", by_name), ("columns", by_column)):
             for name, best_estimate in estimates.items():
-                numbers[part][name][kind] = best_estimate.record()
+                numbers[part][name][kind] = best_estimate._asdict()
         if len(by_name) == len(scores):
-            numbers["average"][kind] = mean(by_column.values()).record()
-            numbers["task_mean"][kind] = mean(by_name.values()).record()
+            numbers["average"][kind] = intervals.mean_of(by_column.values())._asdict()
+            numbers["task_mean"][kind] = intervals.mean_of(by_name.values())._asdict()
     return numbers
 
 
 def _pass_at(samples: int) -> dict[str, int]:
     return {f"pass@{k}": k for k in ATTEMPTS if k <= max(1, samples)}
-
-
-def _estimate_best(scores: Sequence[Sequence[float]], k: int, name: str, seed: int) -> Estimate:
-    return estimate([best_of(question_scores, k) for question_scores in scores], name, seed)
 
 
 def summarize(
@@ -212,7 +189,7 @@ def _parts(
     ):
         part = {**dict(fields), "questions": len(part_scores)}
         for kind, k in _pass_at(samples).items():
-            part[kind] = _estimate_best(part_scores, k, name, seed).record()
+            part[kind] = estimate_best(part_scores, k, name, seed)._asdict()
         parts.append(part)
     return parts
 

@@ -15,22 +15,23 @@ import base64
 import collections
 import dataclasses
 import gzip
+import itertools
 import json
-import logging
 import pathlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from etils import epath
 
+from spell_jax.reporting.description import describe, differing_fields, read_config
 from spell_jax.reporting.episodes import Episodes, choose_episodes, shares_of, spread_with_ends
-from spell_jax.reporting.panels import choose_panels, other_panels
+from spell_jax.reporting.panels import choose_panels, is_plotted, other_panels
 from spell_jax.reporting.tables import Table, compare_tables, six_digits
+from spell_jax.runtime import intervals
 from spell_jax.runtime.config import flat
-from spell_jax.runtime.files.jsonl import read_json, write_lines
-from spell_jax.runtime.files.paths import CONFIG_FILE
+from spell_jax.runtime.files.jsonl import write_lines
 from spell_jax.runtime.finite import LARGEST_FLOAT32, is_finite
 from spell_jax.selfplay import rewards
 from spell_jax.selfplay.prompts import ROLES
@@ -38,7 +39,7 @@ from spell_jax.selfplay.prompts import ROLES
 PAGE = "report.html"
 COMPARISON = "comparison.html"  # page of several runs, in the folder of the first
 # Maximum episodes and bytes of a page, over all runs. Chromium opened a page of 48.5 MB with 2,000
-# episodes in about half a second (docs/howto/report.md).
+# episodes in about half a second.
 EPISODES = 2000
 PAGE_BYTES = 50_000_000
 POINTS = 1000  # maximum number of steps in a curve, evenly spaced; a plot has fewer pixels
@@ -58,8 +59,6 @@ X_AXES = ("step", "sampled_tokens")
 TOKENS = "rollout/sampled_tokens"
 QUESTIONER = "rollout/questioner_reward"  # only in runs with a questioner
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class RunData:
@@ -68,6 +67,8 @@ class RunData:
     workdir: epath.Path
     records: Sequence[Mapping[str, Any]]  # lines of its metrics
     evaluation: tuple[Table, Table] | None  # before and after training, see tables.py
+    # Metric -> (mean, questions) of the validation before training, see tables.py.
+    validation: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
 
 
 def write_page(
@@ -191,33 +192,37 @@ def make_overview(
     runs: Sequence[RunData], episodes_by_run: Sequence[Episodes], x: str = "step"
 ) -> dict[str, Any]:
     places = [_places(run, x) for run in runs]
-    configs = [_config(run.workdir) for run in runs]
+    configs = [read_config(run.workdir) for run in runs]
     groups = group_by_seed(configs)
     folders = [str(run.workdir) for run in runs]
     short = [run.workdir.name for run in runs]
     # Names of folders suffice unless two runs have the same name.
     labels = _labels(groups, configs, short if len(set(short)) == len(runs) else folders)
     records = [
-        _with_counted(run.records, episodes)
+        [*_first_validation(run), *_with_counted(run.records, episodes)]
         for run, episodes in zip(runs, episodes_by_run, strict=True)
     ]
-    names = {
-        name: None
-        for record in (record for run_records in records for record in run_records)
-        for name, value in record.items()
-        if name != "step" and is_finite(value, LARGEST_FLOAT32)
-    }
+    values: dict[str, set[float]] = {}
+    for record in itertools.chain(*records):
+        for name, value in record.items():
+            if name != "step" and is_finite(value, LARGEST_FLOAT32):
+                values.setdefault(name, set()).add(value)
+    names = [name for name in values if is_plotted(name, values[name])]
     panels = choose_panels(names)
     shown = {name for panel in panels for name in panel.metrics.values()}
     return {
         "title": ", ".join(dict.fromkeys(short)),
         "runs": folders,
+        "description": describe(
+            groups, [run.workdir for run in runs], configs, [run.records for run in runs]
+        ),
         "groups": [
             {
                 "name": label,
                 "runs": members,
-                "series": _series(
-                    [records[i] for i in members], names, [places[i] for i in members]
+                "series": _with_intervals(
+                    _series([records[i] for i in members], names, [places[i] for i in members]),
+                    [runs[i] for i in members],
                 ),
                 "mapping": _mapping(configs[members[0]]) if QUESTIONER in names else None,
                 "points": _points([episodes_by_run[i] for i in members]),
@@ -226,7 +231,8 @@ def make_overview(
         ],
         "x": x.replace("_", " "),
         "panels": [dataclasses.asdict(panel) for panel in panels],
-        "others": other_panels(names.keys() - shown),
+        "others": other_panels(set(names) - shown),
+        "zeros": sorted(values.keys() - set(names)),
         "evaluation": compare_tables(groups, [run.evaluation for run in runs]),
         "found": sum(episodes.readable_count for episodes in episodes_by_run),
         "total": sum(episodes.total for episodes in episodes_by_run),
@@ -252,14 +258,7 @@ def _labels(
 ) -> list[str]:
     """Return the groups' labels: the config fields that differ, or names if there are too many."""
     fields = [dict(flat(configs[members[0]] or {})) for members in groups]
-    all_names = dict.fromkeys(
-        name for group_fields in fields for name in group_fields if name != "seed"
-    )
-    differing = [
-        n
-        for n in all_names
-        if len({json.dumps(group_fields.get(n)) for group_fields in fields}) > 1
-    ]
+    differing = differing_fields(fields)
     labels = []
     for members, group_fields in zip(groups, fields, strict=True):
         label = ", ".join(f"{name}={group_fields.get(name)}" for name in differing)
@@ -269,15 +268,27 @@ def _labels(
     return labels
 
 
-def _config(workdir: epath.Path) -> dict[str, Any] | None:
-    path = workdir / CONFIG_FILE
-    try:
-        return read_json(path)
-    except FileNotFoundError:
-        return None
-    except (ValueError, OSError) as error:
-        log.warning("left out: %s", error)
-        return None
+def _first_validation(run: RunData) -> list[dict[str, Any]]:
+    """Return the validation before training as a line of metrics, of step 0; [] without one."""
+    numbers = {name: mean for name, (mean, _) in run.validation.items()}
+    return [{"step": 0, **numbers}] if numbers else []
+
+
+def _with_intervals(
+    series: dict[str, list[list[float]]], runs: Sequence[RunData]
+) -> dict[str, list[list[float]]]:
+    """Extend curves of shares by the ends of their Wilson intervals, if a single run has them."""
+    # Several runs have bands from the smallest to the largest value.
+    for name, (_, questions) in runs[0].validation.items() if len(runs) == 1 else ():
+        if name in series and questions:
+            means = series[name][1]
+            # A user's own evaluation may write what is no share.
+            if all(0 <= mean <= 1 for mean in means):
+                ends = [intervals.wilson(mean, questions)[1:] for mean in means]
+                series[name] += [
+                    [six_digits(end) for end in side] for side in zip(*ends, strict=True)
+                ]
+    return series
 
 
 def _with_counted(records: Sequence[Mapping[str, Any]], episodes: Episodes) -> list[dict[str, Any]]:
@@ -307,7 +318,7 @@ def _places(run: RunData, x: str) -> dict[int, float]:
     A count of tokens that is no finite number, as in a damaged line, counts as 0.
     """
     check_axis(run, x)
-    places, tokens = {}, 0.0
+    places, tokens = {0: 0.0}, 0.0  # the validation before training
     for record in run.records:
         count = record.get(TOKENS, 0.0)
         tokens += count if is_finite(count, LARGEST_FLOAT32) else 0.0
@@ -317,7 +328,7 @@ def _places(run: RunData, x: str) -> dict[int, float]:
 
 def _series(
     runs: Sequence[Sequence[Mapping[str, Any]]],
-    names: Mapping[str, Any],
+    names: Iterable[str],
     places: Sequence[Mapping[int, float]],
 ) -> dict[str, list[list[float]]]:
     """Map each metric to [places, means], and also [minima, maxima] if there are several runs.
@@ -351,9 +362,9 @@ def _series(
 
 def _mapping(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Compute the questioner's reward as a curve over the mean answer reward, from the config."""
-    algorithm = (config or {}).get("algorithm", {})
     try:
-        name, mu, sigma = (algorithm[key] for key in ("mapping", "mu", "sigma"))
+        questioner = (config or {})["algorithm"]["questioner"]
+        name, mu, sigma = (questioner[key] for key in ("mapping", "mu", "sigma"))
         means = [i / 100 for i in range(101)]
         curve = [[x, six_digits(rewards.questioner_reward(x, name, mu, sigma))] for x in means]
     # Another algorithm or an edited config: the page has no curve then, but all its plots.

@@ -14,9 +14,10 @@ import numpy as np
 from etils import epath
 
 from spell_jax.reporting.tables import align
-from spell_jax.runtime import bootstrap
+from spell_jax.runtime import intervals
 from spell_jax.runtime.files.jsonl import read_records, write_records
 from spell_jax.runtime.finite import LARGEST_FLOAT32, is_finite
+from spell_jax.runtime.intervals import Estimate
 
 FOLDER = "held_out"
 
@@ -49,14 +50,13 @@ def _parse_answer(value: Any) -> Mapping[str, Any]:
     return value
 
 
-def difference(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
-    """Return {"mean", "low", "high"} of second - first [N], with the ends of its 95 % interval."""
+def difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
+    """Estimate the mean of second - first [N]."""
     # Paired: most questions are easy or hard for both policies, so differences vary less than
     # scores, and the interval is narrower than two separate intervals suggest.
     gaps = [float(new - old) for old, new in zip(first, second, strict=True)]
     # A constant seed: the interval of two finished runs never changes.
-    low, high = bootstrap.interval(bootstrap.resample_means(gaps, [0]))
-    return {"mean": sum(gaps) / len(gaps), "low": low, "high": high}
+    return intervals.resample(gaps, (0,))
 
 
 def table(workdirs: Sequence[epath.Path]) -> str:
@@ -104,9 +104,9 @@ def _compare(first_name: str, first: Answers, second_name: str, second: Answers)
             if pairs:
                 old, new = np.mean(pairs, axis=0).tolist()
                 gap = difference(*zip(*pairs, strict=True))
-                interval = f"{gap['low']:+.3f} to {gap['high']:+.3f}"
+                interval = f"{gap.low:+.3f} to {gap.high:+.3f}"
                 lines.append(
-                    (row, measure, f"{old:.3f}", f"{new:.3f}", f"{gap['mean']:+.3f}", interval)
+                    (row, measure, f"{old:.3f}", f"{new:.3f}", f"{gap.mean:+.3f}", interval)
                 )
     return lines
 

@@ -16,24 +16,29 @@ from spell_jax.reporting.page import (
     make_overview,
     write_page,
 )
-from spell_jax.reporting.plots import draw_page, draw_run
-from spell_jax.reporting.tables import before_after_table, read_evaluation
+from spell_jax.reporting.plots import draw_others, draw_page
+from spell_jax.reporting.tables import (
+    before_after_table,
+    read_evaluation,
+    read_validation,
+)
 from spell_jax.runtime import entry
 from spell_jax.runtime.files import paths
 from spell_jax.runtime.log.metrics import METRICS_FILE, read_metrics
 
 PLOTS_FOLDER = "plots"
+_OTHER = "other"  # folder of metrics without a panel, in the folder of plots
 
 
 def report_runs(workdirs: Sequence[epath.Path], x: str = "step") -> None:
     """Write and print the report of runs.
 
-    WORKDIR/plots gets a picture per metric prefix ("rollout", "train", "eval") and a picture of the
-    evaluation, which is also printed. WORKDIR/report.html shows the same with episodes to browse
-    (page.py), and plots/ has each plot of the page as a picture. The page of several runs is
-    comparison.html in the first workdir, with its pictures in plots/comparison. The page's curves
-    are plotted over `x`, one of page.X_AXES. Before anything is written: errors as in read_run, and
-    ValueError if `x` has no values or a file or folder of the report cannot be written.
+    WORKDIR/report.html has the evaluation, which is also printed, curves, and episodes to browse
+    (page.py). WORKDIR/plots has each plot of the page as a picture, those of metrics without a
+    panel in plots/other. The page of several runs is comparison.html in the first workdir, with its
+    pictures in plots/comparison. The page's curves are plotted over `x`, one of page.X_AXES. Before
+    anything is written: errors as in read_run, and ValueError if `x` has no values or a file or
+    folder of the report cannot be written.
     """
     # Everything is read and checked first. A mistake must not leave half a report, nor appear only
     # after the plots of the first runs.
@@ -44,27 +49,26 @@ def report_runs(workdirs: Sequence[epath.Path], x: str = "step") -> None:
     page = first / (PAGE if is_one else COMPARISON)
     folder = first / PLOTS_FOLDER if is_one else first / PLOTS_FOLDER / "comparison"
     paths.require(page, "a file")
-    for output in (first, *(run.workdir / PLOTS_FOLDER for run in runs), folder):
+    for output in (first, first / PLOTS_FOLDER, folder, folder / _OTHER):
         paths.make_output_folder(output)
     entry.setup_done()
     for run in runs:
-        pictures = _draw_run(run)
         if run.evaluation:
-            print(before_after_table(*run.evaluation), end="\n\n")
-        print(*pictures, sep="\n")
+            print(f"{run.workdir}\n{before_after_table(*run.evaluation)}", end="\n\n")
     if table := paired.table(workdirs):
         print(table, end="\n\n")
     overview = write_page(runs, page, x=x)
-    print(f"{len(draw_page(overview, folder))} plots of the page in {folder}\n{page}")
+    pictures = [*draw_page(overview, folder), *draw_others(overview, folder / _OTHER)]
+    print(f"{len(pictures)} plots of the page in {folder}\n{page}")
 
 
 def plot_run(workdir: str | epath.Path) -> list[epath.Path]:
-    """Draw a run's metrics and evaluation; return the pictures. Raises as read_run."""
-    return _draw_run(read_run(workdir))
+    """Draw a run's panels and evaluation into WORKDIR/plots; return the pictures.
 
-
-def _draw_run(run: RunData) -> list[epath.Path]:
-    return draw_run(make_overview([run], [Episodes()]), run.workdir / PLOTS_FOLDER)
+    Raises as read_run.
+    """
+    run = read_run(workdir)
+    return draw_page(make_overview([run], [Episodes()]), run.workdir / PLOTS_FOLDER)
 
 
 def read_run(workdir: str | epath.Path) -> RunData:
@@ -77,4 +81,4 @@ def read_run(workdir: str | epath.Path) -> RunData:
     records = read_metrics(workdir)
     if not records:
         raise ValueError(f"{workdir / METRICS_FILE}: no line yet; the run has not ended a step")
-    return RunData(workdir, records, read_evaluation(workdir))
+    return RunData(workdir, records, read_evaluation(workdir), read_validation(workdir))

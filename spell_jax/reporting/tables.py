@@ -1,8 +1,9 @@
 """Tables of a run's evaluation: evaluation.json, read, compared and printed.
 
-evaluation.json holds {"before": table, "after": table}, with
-table = {section: {row: {column: [mean, half_width]}}}. A half-width is half the 95 % interval, in
-the metric's own unit.
+evaluation.json holds {"before": table, "after": table, "validation": numbers}, with
+table = {section: {row: {column: [mean, low, high]}}}: means over questions with the ends of their
+95 % intervals. "validation" has the numbers of the first validation, before training:
+{metric: [mean, questions]}, with 0 questions where the metric is no share of right answers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from spell_jax.runtime.files.jsonl import read_json
 from spell_jax.runtime.finite import LARGEST_FLOAT32, is_finite
 
 EVALUATION_FILE = "evaluation.json"
+VALIDATION = "validation"
 
 Table = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 
@@ -28,30 +30,50 @@ def read_evaluation(workdir: str | epath.Path) -> tuple[Table, Table] | None:
     ValueError names the place where the form differs from the form in the module docstring.
     """
     path = epath.Path(workdir) / EVALUATION_FILE
-    if not path.exists():
-        return None
-    document = read_json(path)
+    document = read_json(path) if path.exists() else {}
     # The run has not ended: it writes the table "after" last.
     if not {"before", "after"} <= set(document):
         return None
-    for name in ("before", "after"):
-        _check_table(document[name], f"{path}: {name}", depth=3)
-    return document["before"], document["after"]
+    before, after = (
+        _parse_table(document[name], f"{path}: {name}", depth=3) for name in ("before", "after")
+    )
+    return before, after
 
 
-def _check_table(value: Any, place: str, depth: int) -> None:
+def _parse_table(value: Any, place: str, depth: int) -> Any:
+    """Check a table, or a part of it at this depth from its cells; return it."""
     if depth:
         if not isinstance(value, dict):
             raise ValueError(f"{place}: want an object, got {json.dumps(value)[:60]}")
-        for key, item in value.items():
-            _check_table(item, f"{place}/{key}", depth - 1)
-    elif not (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(is_finite(number, LARGEST_FLOAT32) for number in value)
-        and value[1] >= 0
-    ):
-        raise ValueError(f"{place}: want [mean, half_width >= 0], got {json.dumps(value)[:60]}")
+        return {key: _parse_table(item, f"{place}/{key}", depth - 1) for key, item in value.items()}
+    cell = list(value) if isinstance(value, list) else []
+    is_cell = len(cell) in (2, 3) and all(is_finite(n, LARGEST_FLOAT32) for n in cell)
+    # Runs of older versions have half the width of a normal interval.
+    if is_cell and len(cell) == 2:
+        cell = [cell[0], cell[0] - cell[1], cell[0] + cell[1]]
+    if not is_cell or not cell[1] <= cell[0] <= cell[2]:
+        raise ValueError(
+            f"{place}: want [mean, low, high] with low <= mean <= high, got "
+            f"{json.dumps(value)[:60]}"
+        )
+    return cell
+
+
+def read_validation(workdir: str | epath.Path) -> dict[str, tuple[float, int]]:
+    """Read {metric: (mean, questions)} of the validation before training; {} if there is none."""
+    path = epath.Path(workdir) / EVALUATION_FILE
+    cells = read_json(path).get(VALIDATION, {}) if path.exists() else {}
+    is_right = isinstance(cells, dict) and all(
+        isinstance(cell, list)
+        and len(cell) == 2
+        and is_finite(cell[0], LARGEST_FLOAT32)
+        and type(cell[1]) is int
+        and cell[1] >= 0
+        for cell in cells.values()
+    )
+    if not is_right:
+        raise ValueError(f"{path}: {VALIDATION}: want {{metric: [mean, questions]}}")
+    return {metric: (mean, questions) for metric, (mean, questions) in cells.items()}
 
 
 def compare_tables(
@@ -60,8 +82,8 @@ def compare_tables(
     """Make the evaluation tables of groups of runs: {"title", "rows"}, one per section.
 
     `groups` are indices into `runs`, the (before, after) tables of each run. A row is {"name":
-    [row, column], "cells"} with one pair [before, after] per group, each [mean, half_width, runs]
-    or None. The half-width of several runs is half the range of their means.
+    [row, column], "cells"} with one pair [before, after] per group, each [mean, low, high, runs] or
+    None. The ends of several runs are the lowest and the highest end of their intervals.
     """
     # Dicts as ordered sets: runs may lack rows, and the table has the rows of all runs in the order
     # of the first run with each row.
@@ -77,11 +99,10 @@ def compare_tables(
         values = [value for value in values if value is not None]
         if not values:
             return None
-        means = [mean for mean, _ in values]
-        # A few seeds are no sample for a normal interval: the range says no more than what was
-        # measured.
-        half = values[0][1] if len(values) == 1 else (max(means) - min(means)) / 2
-        return [six_digits(statistics.fmean(means)), six_digits(half), len(values)]
+        means = [mean for mean, *_ in values]
+        # A few seeds are no sample for an interval: the ends hold what every seed measured.
+        ends = min(low for _, low, _ in values), max(high for *_, high in values)
+        return [*map(six_digits, (statistics.fmean(means), *ends)), len(values)]
 
     return [
         {
@@ -108,19 +129,27 @@ def six_digits(value: float) -> float:
 
 
 def before_after_table(before: Table, after: Table) -> str:
-    """Format two tables as aligned text, a cell per line; "-" for a cell that one side lacks."""
+    """Format two tables as aligned text, a cell per line; "-" for a cell that one side lacks.
+
+    A cell is a mean with its 95 % interval.
+    """
     sections = []
     for table in compare_tables([[0]], [(before, after)]):
         lines = [("", "", "before", "", "after", "")]
         for row in table["rows"]:
             old, new = row["cells"][0]
-            texts = [
-                "-" if cell is None else f"{cell[0]:.3f} ± {cell[1]:.3f}" for cell in (old, new)
-            ]
+            texts = [_format_cell(cell) for cell in (old, new)]
             difference = f"{new[0] - old[0]:+.3f}" if old and new else ""
             lines.append((*row["name"], texts[0], "->", texts[1], difference))
         sections.append("\n".join([table["title"], *align(lines)]))
     return "\n\n".join(sections)
+
+
+def _format_cell(cell: Sequence[float] | None) -> str:
+    if cell is None:
+        return "-"
+    mean, low, high, _ = cell
+    return f"{mean:.3f} ({low:.3f} to {high:.3f})"
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 from etils import epath
 
-from spell_jax.algorithms.held_out import share
+from spell_jax.algorithms.held_out import Share
 from spell_jax.reporting import paired, run_report, tables
+from spell_jax.runtime import intervals
 from spell_jax.runtime.files.jsonl import read_json, write_json
 from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.trainer.build import Run
@@ -28,16 +29,30 @@ def is_due(run: Run, step: int) -> bool:
     return run.evaluation is not None and bool(every) and step % every == 0
 
 
+def validate_first(run: Run, params: Params, workdir: epath.Path) -> None:
+    """Add the validation before training, as curves begin with it, to evaluation.json."""
+    _, numbers = _quick(run, params)
+    shares = {name: n.questions for name, n in numbers.items() if isinstance(n, Share)}
+    # How many questions have a number, 0 where the number is no share of them.
+    cells = {f"eval/{name}": [float(n), shares.get(name, 0)] for name, n in numbers.items()}
+    _extend_evaluation(workdir, {tables.VALIDATION: cells})
+
+
 def validate(run: Run, params: Params, metrics: Metrics) -> float:
     """Add accuracies to the metrics; return the score."""
-    assert run.evaluation is not None
-    run.worker.start_step(_STEP, params)
-    score, numbers = run.evaluation.quick(run.worker)
-    run.worker.end_step()
+    score, numbers = _quick(run, params)
     for name, value in numbers.items():
         metrics.add(f"eval/{name}", value)
     metrics.merge(_truncated(run), "eval/truncated/")
     return score
+
+
+def _quick(run: Run, params: Params) -> tuple[float, dict[str, float]]:
+    assert run.evaluation is not None
+    run.worker.start_step(_STEP, params)
+    score, numbers = run.evaluation.quick(run.worker)
+    run.worker.end_step()
+    return float(score), numbers  # a Share is no JSON number for a checkpoint
 
 
 def _truncated(run: Run) -> dict[str, tuple[float, float]]:
@@ -57,16 +72,20 @@ def evaluate(run: Run, params: Params, workdir: epath.Path, when: str) -> None:
     # Agents without replies have no share.
     counts = {agent: pair for agent, pair in _truncated(run).items() if pair[1]}
     shares = {
-        agent: share([True] * int(cut) + [False] * int(replies - cut))
+        agent: intervals.wilson(cut / replies, int(replies))
         for agent, (cut, replies) in counts.items()
     }
     result = result | {"replies truncated at their cap": {"share": shares}}
+    _extend_evaluation(workdir, {when: result})
+    if answers and jax.process_index() == 0:
+        paired.write_answers(workdir, when, answers)
+
+
+def _extend_evaluation(workdir: epath.Path, part: dict[str, Any]) -> None:
+    """Write a part of evaluation.json; parts of earlier calls stay, also after a resume."""
     path = workdir / tables.EVALUATION_FILE
-    # "before" stays when "after" is added by a later call, for example after a resume.
     if jax.process_index() == 0:
-        write_json(path, _read_earlier(path) | {when: result})
-        if answers:
-            paired.write_answers(workdir, when, answers)
+        write_json(path, _read_earlier(path) | part)
 
 
 def finish(run: Run, states: States, params: Params, workdir: epath.Path) -> None:

@@ -33,9 +33,9 @@ from spell_jax.trainer.step_update import Numbers, StepUpdate
 def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
     """Train for config.steps steps, each a rollout and its update; return the workdir.
 
-    The workdir gets config.json, metrics.jsonl, TensorBoard events, episodes/, checkpoints/,
-    policy/ and best/ (Hugging Face folders of the last weights and of the best by validation),
-    evaluation.json and plots/.
+    The workdir gets config.json, run.json, metrics.jsonl, TensorBoard events, episodes/,
+    checkpoints/, policy/ and best/ (Hugging Face folders of the last weights and of the best by
+    validation), evaluation.json and plots/.
 
     Raises:
       ValueError, FileNotFoundError: if the config is invalid; the message names field and remedy.
@@ -65,7 +65,7 @@ def _train(run: Run, files: RunFiles, rollouts: Rollouts) -> States:
     """Run the steps that are left, and return the last states, which are saved."""
     config = run.config
     states, step, saved = state.restore_or_init(run, files.checkpoints)
-    files.begin(step, states, saved)
+    files.begin(step, states, saved, run.policy)
     logger = files.logger
     for name, model in run.trained.items():
         reference = states.frozen.get("reference") if name == "policy" else None
@@ -73,6 +73,9 @@ def _train(run: Run, files: RunFiles, rollouts: Rollouts) -> States:
     if step == 0 and config.evaluate:
         logger.enter("evaluate", 0)
         held_out.evaluate(run, rollouts.params(states), files.workdir, "before")
+    if step == 0 and held_out.is_due(run, 0):
+        logger.enter("validate", 0)
+        held_out.validate_first(run, rollouts.params(states), files.workdir)
     logger.progress.limit(60 * config.max_minutes or None)
 
     with setup.sparing_garbage_collector() as spare_long_lived:

@@ -12,6 +12,7 @@ import jax
 from etils import epath
 
 from spell_jax.config import RunConfig, SupervisedConfig
+from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import entry, setup
 from spell_jax.runtime.files.checkpoint import Checkpoints
 from spell_jax.runtime.files.durable import DiskError
@@ -20,6 +21,7 @@ from spell_jax.runtime.hosts.peers import announced
 from spell_jax.runtime.hosts.preemption import Preemption
 from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.runtime.log.run_logger import RunLogger
+from spell_jax.trainer import run_record
 from spell_jax.trainer.state import HostState, States
 
 log = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ class RunFiles:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def begin(self, step: int, states: States, saved: HostState) -> None:
+    def begin(self, step: int, states: States, saved: HostState, policy: PolicyConfig) -> None:
         """Open the logs after `step` steps; write best/ if the disk was full before.
 
         best/ of a checkpoint's host state counts only if it is there: a fallback folder lacks it if
@@ -79,6 +81,7 @@ class RunFiles:
         entry.setup_done()  # from here on an error is a crash, not a mistake of the user
         if jax.process_index() == 0:
             setup.write_config(self._fields, self.workdir)
+            run_record.write(self.workdir, step, self._config, self._fields, policy)
         logger = RunLogger(
             *(self.workdir, self._config.steps, step, saved.to_json()), **self._log_options
         )

@@ -106,7 +106,7 @@ def _tune(
 ) -> update.TrainState:
     state, step, saved = _restore_or_init(config, learner, base, files.checkpoints)
     stream = rows.start(step * config.rows_per_step)
-    files.begin(step, _states(state), saved)
+    files.begin(step, _states(state), saved, learner.policy)
     learner.compile(state)
     # Rows that fit no packed row are counted over the whole run and logged once, at the end.
     refused = 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spell_jax.evaluation import protocol
+from spell_jax.runtime import intervals
 from tests.paths import REFERENCE_CASES
 
 SHARED = {"LB-MQA": ("2wikimqa", "hotpotqa", "musique")}
@@ -99,27 +99,23 @@ def test_shared_column_requires_all_of_its_benchmarks():
     assert list(columns) == ["LB-MQA", "a"]
 
 
-def test_intervals_match_the_normal_approximation():
-    """Intervals of shares equal the normal approximation, and are the same in every run."""
-    values = [1.0] * 60 + [0.0] * 140
-    frames_record = protocol.estimate(values, "frames", 0).record()
-    half = 1.96 * math.sqrt(0.3 * 0.7 / 200)
-    assert frames_record["mean"] == pytest.approx(0.3)
-    assert frames_record["low"] == pytest.approx(0.3 - half, abs=0.01)
-    assert frames_record["high"] == pytest.approx(0.3 + half, abs=0.01)
-    assert frames_record == protocol.estimate(values, "frames", 0).record()
-    assert frames_record != protocol.estimate(values, "frames", 1).record()
-    docmath_estimate = protocol.estimate(values, "docmath", 0)
-    assert np.any(docmath_estimate.resampled != protocol.estimate(values, "frames", 0).resampled)
-    mean_record = protocol.mean([protocol.estimate(values, "frames", 0), docmath_estimate]).record()
-    # A mean of two independent ones is narrower by sqrt(2).
-    width = mean_record["high"] - mean_record["low"]
-    assert width == pytest.approx(2 * half / math.sqrt(2), rel=0.1)
+def test_intervals_count_questions_and_resample_scores_between_0_and_1():
+    """Four equal answers per question say no more than one; F1 has a bootstrap interval."""
+    right = [[1.0] * 4] * 60 + [[0.0] * 4] * 140
+    frames = protocol.estimate_best(right, 1, "frames", 0)
+    assert frames == intervals.wilson(0.3, 200)
+    # Half of each question's answers are right: the interval is still of 200 questions.
+    assert protocol.estimate_best([[1.0, 0.0]] * 200, 1, "a", 0) == intervals.wilson(0.5, 200)
+    f1 = [[score] for score in np.random.default_rng(0).random(200)]
+    first = protocol.estimate_best(f1, 1, "frames", 0)
+    assert first == protocol.estimate_best(f1, 1, "frames", 0)
+    assert first != protocol.estimate_best(f1, 1, "frames", 1)
+    assert first != protocol.estimate_best(f1, 1, "docmath", 0)
 
 
 def test_estimate_of_no_questions_is_rejected():
     with pytest.raises(ValueError, match="frames: has no questions"):
-        protocol.estimate([], "frames", 0)
+        protocol.estimate_best([], 1, "frames", 0)
 
 
 def test_benchmark_without_a_reply_has_an_empty_column_and_leaves_the_means_empty():
@@ -138,7 +134,7 @@ def test_benchmark_without_a_reply_has_an_empty_column_and_leaves_the_means_empt
     summary = {"policy": "p", "titles": dict(zip(names, names, strict=True)), "rows": [row]}
     *_, line, _, note = protocol.table([summary]).splitlines()
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells == ["16K", "p", "†", "100.0 (100.0 to 100.0)", "†", "†"]
+    assert cells == ["16K", "p", "†", "100.0 (20.7 to 100.0)", "†", "†"]
     assert note == "† p, 16K: no reply to 2 questions of LB-MQA, which the means leave out."
 
 
@@ -199,20 +195,21 @@ def test_breakdown_groups_questions_by_two_fields():
     ]
     assert [p["pass@1"]["mean"] for p in parts] == [0.0, 1.0, 0.25]
     assert [p["pass@2"]["mean"] for p in parts] == [0.0, 1.0, 0.5]
-    assert (parts[2]["pass@1"]["low"], parts[2]["pass@1"]["high"]) == (0.0, 0.5)
+    assert parts[2]["pass@1"] == intervals.wilson(0.25, 2)._asdict()
     assert list(parts[0]) == ["length", "kind", "questions", "pass@1", "pass@2"]
 
 
 def test_table_has_the_layout_of_table_1():
     def summary(policy: str, value: float) -> dict:
-        scores = {name: [[value, 1.0]] for name in PAPER}
+        # Not only 0 and 1, so that one question has an interval without width.
+        scores = {name: [[value, 0.9]] for name in PAPER}
         rows = [{"max_input": n} | protocol.aggregate(scores, SHARED, 0) for n in (16384, 100000)]
         titles = dict(
             zip(PAPER, ("DocMath", "Frames", "2Wiki", "Hot", "MuS", "LB-V2"), strict=True)
         )
         return {"policy": policy, "titles": titles, "rows": rows}
 
-    lines = protocol.table([summary("base", 0.0), summary("SPELL", 0.5)]).splitlines()
+    lines = protocol.table([summary("base", 0.1), summary("SPELL", 0.6)]).splitlines()
     assert lines[0] == "## pass@1, percent (95 % interval)"
     heads = [cell.strip() for cell in lines[2].strip("|").split("|")]
     assert heads[:7] == ["Max input", "Model", "DocMath", "Frames", "LB-MQA", "LB-V2", "Avg."]
@@ -226,11 +223,11 @@ def test_table_has_the_layout_of_table_1():
     assert rows[0][2:] == ["50.0 (50.0 to 50.0)"] * 6
     assert rows[1][6] == "75.0 (75.0 to 75.0)"
     assert "## pass@2, percent (95 % interval)" in lines and "## pass@4" not in "".join(lines)
-    partial_summary = summary("less", 0.0)
+    partial_summary = summary("less", 0.1)
     for row in partial_summary["rows"]:
         del row["columns"]["frames"]
     assert "| 16K | less | 50.0 (50.0 to 50.0) |  | 50.0" in protocol.table(
-        [summary("a", 0), partial_summary]
+        [summary("a", 0.1), partial_summary]
     )
 
 
@@ -251,8 +248,10 @@ def test_means_without_all_verdicts_are_marked_and_counted():
     }
     *_, line, _, note = protocol.table([summary]).splitlines()
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    full = "(100.0 to 100.0)"
-    assert cells[2:] == [f"100.0* {full}", f"100.0 {full}", f"100.0* {full}", f"100.0* {full}"]
+    # A benchmark has one question, LB-MQA three.
+    of_one, of_three = "(20.7 to 100.0)", "(54.2 to 100.0)"
+    columns = [f"100.0* {of_three}", f"100.0 {of_one}"]
+    assert cells[2:] == [*columns, "100.0* (54.2 to 100.0)", "100.0* (60.3 to 100.0)"]
     assert note == (
         "\\* p, 16K: no verdict of a judge on 2 answers of LB-MQA; the rule's scores stand."
     )

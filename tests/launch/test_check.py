@@ -707,7 +707,7 @@ def test_description_covers_rollouts_rows_and_outputs_of_a_step() -> None:
         "108 verdicts: 36 prompts x 3",
         "rows of 160 tokens (24 of answers)",
         "micro-batches of 4",
-        "config.json, metrics.jsonl",
+        "config.json, run.json, metrics.jsonl",
     ):
         assert part in text, text
     static = check.describe(check.check(small(**{"algorithm.name": "rlvr"})))

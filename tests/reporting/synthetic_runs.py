@@ -19,7 +19,8 @@ from spell_jax.runtime.log.metrics import METRICS_FILE, read_metrics
 from spell_jax.selfplay import rewards
 
 TASKS = ("general_qa", "financial_math", "multiple_choice")
-CONFIG = {"seed": 0, "steps": 4, "algorithm": {"mapping": "gaussian", "mu": 0.5, "sigma": 0.5 / 3}}
+QUESTIONER = {"mapping": "gaussian", "mu": 0.5, "sigma": 0.5 / 3}
+CONFIG = {"seed": 0, "steps": 4, "algorithm": {"questioner": QUESTIONER}}
 _LETTERS = "abcdefghijklmnoprstuvwy"
 _WORDS = 5000
 _METRICS = ("solve_rate", "mixed", "accepted", "bad_format", "verdict_differs_from_rule")
@@ -129,24 +130,25 @@ def write_run(
     episodes: int,
     seed: int = 0,
     sizes: RunSizes = RunSizes(),
-    algorithm: Mapping[str, Any] | None = None,
+    questioner: Mapping[str, Any] | None = None,
 ) -> epath.Path:
     """Write the folder of a synthetic run: config, metrics, episodes and an evaluation.
 
-    `episodes` is per step; `algorithm` has fields of config.algorithm to replace or add.
+    `episodes` is per step; `questioner` has fields of config.algorithm.questioner to
+    replace or add.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     writer = RunWriter(seed, sizes)
     write_json(
         workdir / CONFIG_FILE,
-        CONFIG | {"seed": seed, "algorithm": CONFIG["algorithm"] | (algorithm or {})},
+        CONFIG | {"seed": seed, "algorithm": {"questioner": QUESTIONER | (questioner or {})}},
     )
     write_records(workdir / METRICS_FILE, [writer.metrics(step) for step in range(1, steps + 1)])
     files = EpisodeWriter(workdir, 1_000_000_000)
     for step in range(1, steps + 1):
         files.write(step, [writer.episode(step * episodes + n) for n in range(episodes)])
     tables = [{"responder, by documents": {"lookup": {"3": cell}}} for cell in (
-        [0.5, 0.05], [0.75 + seed / 10, 0.04]
+        [0.5, 0.45, 0.56], [0.75 + seed / 10, 0.7 + seed / 10, 0.79 + seed / 10]
     )]  # fmt: skip
     write_json(workdir / EVALUATION_FILE, dict(zip(("before", "after"), tables, strict=True)))
     return epath.Path(workdir)

@@ -36,11 +36,11 @@ def test_interval_is_of_the_differences() -> None:
     second[:20] = True
     gap = paired.difference(first.tolist(), second.tolist())
     mean = float(second.mean() - first.mean())
-    assert gap["mean"] == pytest.approx(mean)
+    assert gap.mean == pytest.approx(mean)
     deviation = float((second.astype(float) - first.astype(float)).std() / 20)
-    assert gap["low"] == pytest.approx(mean - 1.96 * deviation, abs=0.004)
-    assert gap["high"] == pytest.approx(mean + 1.96 * deviation, abs=0.004)
-    assert gap["high"] - gap["low"] < 0.5 * 2 * 1.96 * first.std() / 20
+    assert gap.low == pytest.approx(mean - 1.96 * deviation, abs=0.004)
+    assert gap.high == pytest.approx(mean + 1.96 * deviation, abs=0.004)
+    assert gap.high - gap.low < 0.5 * 2 * 1.96 * first.std() / 20
 
 
 def test_table_compares_before_with_after_and_runs_with_the_first(tmp_path) -> None:

@@ -9,22 +9,23 @@ from etils import epath
 
 from spell_jax.reporting.episodes import Episodes
 from spell_jax.reporting.page import make_overview, write_page
-from spell_jax.reporting.panels import panels_by_prefix
+from spell_jax.reporting.panels import other_panels
+from spell_jax.reporting.plots import draw_others
 from spell_jax.reporting.run_report import plot_run, read_run, report_runs
 from spell_jax.reporting.tables import before_after_table, read_evaluation
 from spell_jax.runtime.files import paths
 from spell_jax.runtime.log.metrics import MetricsWriter
 
 BEFORE = {
-    "responder": {"general_qa": {"3 docs": [0.875, 0.04], "12 docs": [0.11, 0.04]}},
-    "verifier": {"accuracy": {"all": [0.8, 0.05]}},
+    "responder": {"general_qa": {"3 docs": [0.875, 0.83, 0.91], "12 docs": [0.11, 0.08, 0.16]}},
+    "verifier": {"accuracy": {"all": [0.8, 0.74, 0.84]}},
 }
 AFTER = {
     "responder": {
-        "general_qa": {"3 docs": [0.87, 0.041], "12 docs": [0.44, 0.06]},
-        "multiple_choice": {"3 docs": [0.5, 0.1]},
+        "general_qa": {"3 docs": [0.87, 0.83, 0.91], "12 docs": [0.44, 0.38, 0.5]},
+        "multiple_choice": {"3 docs": [0.5, 0.4, 0.6]},
     },
-    "verifier": {"accuracy": {"all": [0.9, 0.05]}},
+    "verifier": {"accuracy": {"all": [0.9, 0.86, 0.93]}},
 }
 
 
@@ -38,6 +39,8 @@ def write_run(workdir, evaluation=None):
                 "rollout/share/accepted": 0.8,
                 "rollout/share/declined": 0.2,
                 "train/grad_norm": float("nan") if step == 2 else 1.0,
+                "train/entropy": 1.0,
+                "rollout/truncated/responder": 0.0,  # not plotted
                 **({"eval/responder/general_qa/8": 0.5} if step % 2 else {}),
             },
         )
@@ -47,15 +50,14 @@ def write_run(workdir, evaluation=None):
 
 
 @pytest.mark.slow
-def test_one_plot_per_prefix_and_one_for_the_evaluation(tmp_path):
+def test_one_plot_per_panel_and_table_of_the_evaluation(tmp_path):
     write_run(tmp_path, {"before": BEFORE, "after": AFTER})
     paths = plot_run(tmp_path)
     assert [path.relative_to(tmp_path).as_posix() for path in paths] == [
-        "plots/eval.png",
-        "plots/other.png",
-        "plots/rollout.png",
-        "plots/train.png",
-        "plots/evaluation.png",
+        "plots/evaluation_responder.png",
+        "plots/evaluation_verifier.png",
+        "plots/solve_rate.png",
+        "plots/entropy_of_the_policy.png",
     ]
     for path in paths:
         picture = path.read_bytes()
@@ -64,9 +66,9 @@ def test_one_plot_per_prefix_and_one_for_the_evaluation(tmp_path):
 
 def test_only_measured_metrics_are_plotted(tmp_path):
     writer = MetricsWriter(tmp_path)
-    writer.write(1, {"train/loss": 1.0})
+    writer.write(1, {"train/loss": 1.0, "train/entropy": 1.0})
     writer.close()
-    assert [path.name for path in plot_run(tmp_path)] == ["train.png"]
+    assert [path.name for path in plot_run(tmp_path)] == ["entropy_of_the_policy.png"]
 
 
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e400", "1" + "0" * 400, "-1e308", '"a"'])
@@ -79,12 +81,12 @@ def test_a_report_leaves_out_values_that_are_no_finite_numbers(value, tmp_path):
     overview = make_overview([read_run(tmp_path)], [Episodes()])
     text = json.dumps(overview, allow_nan=False)
     assert "train/loss" in text and "train/other" not in text
-    assert [path.name for path in plot_run(tmp_path)] == ["train.png"]
+    assert [path.name for path in draw_others(overview, tmp_path / "other")] == ["train_loss.png"]
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e400"])
 def test_an_evaluation_that_is_not_finite_is_named(value, tmp_path):
-    cell = {"role": {"task": {"all": [0.5, 0.1]}}}
+    cell = {"role": {"task": {"all": [0.5, 0.1, 0.9]}}}
     text = json.dumps({"before": cell, "after": cell}).replace("0.1", value, 1)
     (tmp_path / "evaluation.json").write_text(text)
     with pytest.raises(ValueError, match=r"evaluation.json: before/role/task/all: want \[mean"):
@@ -94,27 +96,28 @@ def test_an_evaluation_that_is_not_finite_is_named(value, tmp_path):
 def test_metric_names_become_panels_and_series():
     shares = {name: f"rollout/share/{name}" for name in ("accepted", "declined")}
     names = ["rollout/solve_rate", *shares.values(), "eval/role/task/8", "non_finite"]
-    assert panels_by_prefix(names) == {
-        "rollout": [
-            {"title": "share", "metrics": shares},
-            {"title": "solve_rate", "metrics": {"solve_rate": "rollout/solve_rate"}},
-        ],
-        "eval": [{"title": "role/task", "metrics": {"8": "eval/role/task/8"}}],
-        "other": [{"title": "non_finite", "metrics": {"non_finite": "non_finite"}}],
+    names.append("time/seconds/tune")
+    panels = {panel["title"]: (panel["unit"], panel["metrics"]) for panel in other_panels(names)}
+    assert panels == {
+        "eval/role/task": ("share of questions", {"8": "eval/role/task/8"}),
+        "non_finite": ("non_finite", {"non_finite": "non_finite"}),
+        "rollout/share": ("share", shares),
+        "rollout/solve_rate": ("solve_rate", {"solve_rate": "rollout/solve_rate"}),
+        "time/seconds": ("seconds", {"tune": "time/seconds/tune"}),
     }
 
 
 def test_before_after_table_is_aligned():
     assert before_after_table(BEFORE, AFTER).splitlines() == [
         "responder",
-        "                                   before              after",
-        "  general_qa       3 docs   0.875 ± 0.040  ->  0.870 ± 0.041  -0.005",
-        "  general_qa       12 docs  0.110 ± 0.040  ->  0.440 ± 0.060  +0.330",
-        "  multiple_choice  3 docs               -  ->  0.500 ± 0.100",
+        "                                            before                       after",
+        "  general_qa       3 docs   0.875 (0.830 to 0.910)  ->  0.870 (0.830 to 0.910)  -0.005",
+        "  general_qa       12 docs  0.110 (0.080 to 0.160)  ->  0.440 (0.380 to 0.500)  +0.330",
+        "  multiple_choice  3 docs                        -  ->  0.500 (0.400 to 0.600)",
         "",
         "verifier",
-        "                        before              after",
-        "  accuracy  all  0.800 ± 0.050  ->  0.900 ± 0.050  +0.100",
+        "                                 before                       after",
+        "  accuracy  all  0.800 (0.740 to 0.840)  ->  0.900 (0.860 to 0.930)  +0.100",
     ]
 
 
@@ -124,13 +127,11 @@ def report(workdir) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_command_line_prints_table_and_plot_paths(tmp_path):
+def test_command_line_prints_table_and_paths(tmp_path):
     write_run(tmp_path, {"before": BEFORE, "after": AFTER})
     result = report(tmp_path)
     assert result.returncode == 0, result.stderr
     assert before_after_table(BEFORE, AFTER) in result.stdout
-    pictures = (f"{tmp_path}/plots/{name}.png" for name in ("eval", "other", "rollout", "train"))
-    assert "\n".join((*pictures, f"{tmp_path}/plots/evaluation.png\n")) in result.stdout
     *_, plots, page = result.stdout.splitlines()
     assert plots.endswith(f" plots of the page in {tmp_path}/plots")
     assert page == f"{tmp_path}/report.html"
@@ -170,12 +171,10 @@ def test_damaged_lines_of_metrics_are_named_and_not_plotted(tmp_path, caplog):
         ({"before": {}, "after": {"s": {"r": 3}}}, "after/s/r: want an object, got 3"),
         (
             {"before": {"s": {"r": {"c": [1]}}}, "after": {}},
-            r"before/s/r/c: want \[mean, half_width >= 0\]",
+            r"before/s/r/c: want \[mean, low, high\] with low <= mean <= high, got \[1\]",
         ),
-        (
-            {"before": {"s": {"r": {"c": [1, -1]}}}, "after": {}},
-            "before/s/r/c: want .mean, half_width >= 0., got .1, -1.",
-        ),
+        ({"before": {"s": {"r": {"c": [1, 2, 3]}}}, "after": {}}, r"got \[1, 2, 3\]"),
+        ({"before": {"s": {"r": {"c": [1, -1]}}}, "after": {}}, r"got \[1, -1\]"),
     ],
 )
 def test_error_names_malformed_part_of_the_evaluation(tmp_path, evaluation, message):
@@ -195,7 +194,8 @@ def test_missing_or_partial_evaluation_is_none(tmp_path):
 )
 def test_any_metric_name_makes_a_picture_in_the_folder(tmp_path, name):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, f"{name}/x": 1.0}) + "\n")
-    (picture,) = plot_run(tmp_path)
+    overview = make_overview([read_run(tmp_path)], [Episodes()])
+    (picture,) = draw_others(overview, epath.Path(tmp_path / "plots"))
     assert picture.parent == tmp_path / "plots" and picture.suffix == ".png"
     assert len(picture.name) < 100 and picture.name.isascii() and picture.name.isprintable()
 
@@ -207,7 +207,7 @@ def test_odd_counts_of_tokens_and_odd_configs_do_not_stop_a_report(tmp_path, val
     lines = ['{"step": 1, "rollout/sampled_tokens": 5, "eval/x": 1}', f'{{"step": 2, {odd}}}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "config.json").write_text(
-        f'{{"algorithm": {{"mapping": "gaussian", "mu": {value}, "sigma": 1}}}}'
+        f'{{"algorithm": {{"questioner": {{"mapping": "gaussian", "mu": {value}, "sigma": 1}}}}}}'
     )
     (tmp_path / "episodes").write_text("a file")
     run = read_run(tmp_path)

@@ -11,8 +11,10 @@ import functools
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext
-from spell_jax.algorithms.held_out import Exam, ExamPrompt, HeldOut, Report, Tables, share
+from spell_jax.algorithms.held_out import Exam, ExamPrompt, HeldOut, Report, Tables, mean_outcome
 from spell_jax.algorithms.reconstruction.algorithm import REWARDS, ReconstructionConfig, pose
+from spell_jax.runtime import intervals
+from spell_jax.runtime.intervals import Estimate
 from spell_jax.selfplay import puzzles
 from spell_jax.selfplay.puzzles import PromptedPuzzle
 
@@ -54,22 +56,22 @@ def _report(tables: Tables) -> Report:
     """Report the means of all measures and of a guess's rewards, by K and over all puzzles."""
     outcomes = tables[SECTION]
     table = {
-        name: {column: share(measures[name]) for column, measures in outcomes.items()}
+        name: {column: intervals.estimate(measures[name]) for column, measures in outcomes.items()}
         for name in MEASURES
     }
     for place, name in enumerate(MEASURES[1:]):
         guesses = {k: puzzles.chance_rewards(int(k))[place] for k in outcomes if k != "all"}
         over_all = [guess for k, guess in guesses.items() for _ in outcomes[k][name]]
         # The expectation of a guess is exact: its interval has no width.
-        columns = {k: (guess, 0.0) for k, guess in guesses.items()}
-        table[f"{name} of a guess"] = columns | {"all": (sum(over_all) / len(over_all), 0.0)}
+        columns = guesses | {"all": sum(over_all) / len(over_all)}
+        table[f"{name} of a guess"] = {k: Estimate(*[mean] * 3) for k, mean in columns.items()}
     return {SECTION: table}
 
 
 def _summarize(tables: Tables) -> tuple[float, dict[str, float]]:
     """Return (dense reward, means of all measures, over all puzzles and by K)."""
     numbers = {
-        name.replace(" ", "_") + ("" if k == "all" else f"/{k}"): share(measures[name])[0]
+        name.replace(" ", "_") + ("" if k == "all" else f"/{k}"): mean_outcome(measures[name])
         for name in MEASURES
         for k, measures in tables[SECTION].items()
     }

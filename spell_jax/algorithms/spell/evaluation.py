@@ -24,10 +24,11 @@ from spell_jax.algorithms.held_out import (
     Exam,
     ExamPrompt,
     HeldOut,
+    Share,
     Tables,
+    mean_outcome,
     on_questions,
     score_answer,
-    share,
 )
 from spell_jax.algorithms.spell.config import QuestionsConfig
 from spell_jax.data import tiny_world as world
@@ -116,12 +117,15 @@ def mean_of_rows(tables: Tables) -> tuple[float, dict[str, float]]:
     """Return (mean of the responder's rows, numbers): the rows, and a verifier's accuracy."""
     answers, *verdicts = tables.values()
     numbers = {
-        row: share([*itertools.chain(*columns.values())])[0] for row, columns in answers.items()
+        row: mean_outcome([*itertools.chain(*columns.values())]) for row, columns in answers.items()
     }
     score = sum(numbers.values()) / len(numbers)
+    shares = [number for number in numbers.values() if isinstance(number, Share)]
+    if len(shares) == len(numbers):
+        score = Share(score, sum(share.questions for share in shares))
     numbers["responder"] = score
     if verdicts:
-        numbers["verifier"] = share(verdicts[0][""]["all"])[0]
+        numbers["verifier"] = mean_outcome(verdicts[0][""]["all"])
     return score, numbers
 
 

@@ -22,10 +22,11 @@ from etils import epath
 CACHE_VARIABLE = "SPELL_CACHE"
 # In the folder of a run.
 CONFIG_FILE = "config.json"
+RUN_FILE = "run.json"  # what was run: trainer/run_record.py
 CHECKPOINTS_FOLDER = "checkpoints"
 # What a run needs to go on in another folder, besides a checkpoint.
-RUN_FILES = (CONFIG_FILE, "metrics.jsonl", "evaluation.json", "wandb_id", "best")
-_FILES = (CONFIG_FILE, "metrics.jsonl", "evaluation.json", "wandb_id", "lock.json")
+RUN_FILES = (CONFIG_FILE, RUN_FILE, "metrics.jsonl", "evaluation.json", "wandb_id", "best")
+_FILES = (CONFIG_FILE, RUN_FILE, "metrics.jsonl", "evaluation.json", "wandb_id", "lock.json")
 _FOLDERS = (CHECKPOINTS_FOLDER, "episodes", "policy", "best", "plots", "tensorboard")
 _NO_FILE = "a pipe, a socket or a device"
 _WRITABLE = "must be a folder that this user may write to"
