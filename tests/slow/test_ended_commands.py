@@ -35,8 +35,8 @@ def get_config():
         return noise.small_config("{policy}", steps=3, evaluate=True)
     return test_supervised.small_config("{policy}", "{rows}", steps=6, checkpoint_every=2)
 """
-# Times and memory, and files of binary formats with times inside.
-UNSTEADY = ("checkpoints", "tensorboard", "plots/time", "plots/process")
+# Times and starts of a run, and files of binary formats with times inside.
+UNSTEADY = ("checkpoints", "tensorboard", "run.json", "plots/seconds", "plots/speed")
 CODES = {"SIGKILL": -9, "SIGTERM": sigterm.EXIT_CODE}
 
 

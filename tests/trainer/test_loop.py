@@ -133,16 +133,24 @@ def test_run_writes_all_its_files(uninterrupted_run):
     assert list((folder / "tensorboard").glob("events*"))
     assert sorted(int(p.name) for p in (folder / "checkpoints").iterdir()) == [2, 4]
     assert (folder / "best" / "model.safetensors").is_file()
-    assert {p.name for p in (folder / "plots").iterdir()} == {
-        "process.png",
-        "time.png",
-        "train.png",
-        "eval.png",
-        "rollout.png",
-        "evaluation.png",
-    }
+    assert {
+        "held_out_accuracy.png",
+        "evaluation_responder_accuracy_by_documents.png",
+        "solve_rate.png",
+        "seconds_a_step_by_phase.png",
+    } <= {p.name for p in (folder / "plots").iterdir()}
+    (start,) = json.loads((folder / "run.json").read_text())["starts"]
+    assert start["step"] == 0
     results = json.loads((folder / "evaluation.json").read_text())
-    assert results.keys() == {"before", "after"}
+    assert results.keys() == {"before", "after", "validation"}
+    accuracy, questions = results["validation"]["eval/responder"]
+    assert 0 <= accuracy <= 1 and questions == 4  # one of each kind
+    assert results["validation"].keys() == {
+        name
+        for line in read_metrics(folder)
+        for name in line
+        if name.startswith("eval/") and not name.startswith("eval/truncated")
+    }
     assert "verifier accuracy, by pair" in results["after"]
     cut = results["after"]["replies truncated at their cap"]["share"]
     assert cut.keys() == {"questioner", "responder", "verifier"}
@@ -213,7 +221,7 @@ def test_phase_times_sum_to_the_step_time(uninterrupted_run):
 
 def test_every_step_has_its_own_random_key(uninterrupted_run):
     """Every evaluation uses the keys of step 0, so that it never disturbs the steps."""
-    assert uninterrupted_run.begun == [0, 1, 2, 0, 3, 4, 0, 0]
+    assert uninterrupted_run.begun == [0, 0, 1, 2, 0, 3, 4, 0, 0]
 
 
 def test_nothing_compiles_after_the_first_full_step(uninterrupted_run):
@@ -307,7 +315,7 @@ def test_untrained_policy_makes_empty_updates_until_time_is_up(policy, tmp_path)
     assert int(arrays["policy"].step) == 0
     assert Checkpoints(tmp_path).latest_step() == len(lines)
     assert (tmp_path / "policy" / "model.safetensors").is_file()
-    assert (tmp_path / "plots" / "rollout.png").is_file()
+    assert (tmp_path / "plots" / "seconds_a_step_by_phase.png").is_file()
 
 
 @pytest.mark.slow

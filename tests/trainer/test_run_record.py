@@ -29,8 +29,9 @@ def test_record_has_code_devices_sizes_and_changed_defaults(tmp_path):
     (start,) = record["starts"]
     assert start["version"] == code_version.release() and start["commit"]
     assert (start["jax"], start["devices"]) == (jax.__version__, jax.device_count())
-    # Per layer: q, o [8, 8], k, v [8, 4], three of [8, 16], two norms; embedding and last norm.
-    parameters = 2 * (2 * 64 + 2 * 32 + 3 * 128 + 16) + 50 * 8 + 8
+    # Per layer: q, o [8, 8], k, v [8, 4], their 16 biases, three of [8, 16], two norms; then the
+    # embedding and the last norm.
+    parameters = 2 * (2 * 64 + 2 * 32 + 16 + 3 * 128 + 16) + 50 * 8 + 8
     assert record["policy"]["trained_parameters"] == parameters
     assert record["defaults"]["algorithm.group_size"] == 8
     assert record["defaults"]["policy.folder"] == ""
