@@ -110,9 +110,16 @@ class AlgorithmConfig:
         )
 
     def check_judge(self) -> None:
-        """Raise ValueError if the rule needs a judge and none is configured."""
+        """Raise ValueError if the rule needs a judge and none is configured, or the reverse."""
         # Every rule with a judge has the word in its name.
         if "judge" not in self.rule:
+            for field in ("judge_url", "judge_model"):
+                if value := getattr(self, field):
+                    raise ValueError(
+                        f"algorithm.{field} = {value!r}: must be '' for algorithm.rule = "
+                        f"{self.rule!r}, which asks no judge; algorithm.rule = 'judge' or "
+                        "'match_or_judge' asks it"
+                    )
             return
         if not self.judge_url.startswith(("http://", "https://")):
             raise ValueError(

@@ -268,8 +268,11 @@ class PolicyConfig:
             **changes,
         )
 
-    def check_length(self, tokens: int) -> None:
-        """Raise ValueError if the longest prompt and answer together exceed max_positions."""
+    def check_length(self, tokens: int, fields: str = "sampler") -> None:
+        """Raise ValueError if the longest prompt and answer together exceed max_positions.
+
+        `fields` begins the message: the fields that bound the tokens, with their values.
+        """
         if tokens <= self.max_positions:
             return
         remedy = "policy.rope_scaling, or --rope_scaling of evaluate, makes that longer"
@@ -280,7 +283,7 @@ class PolicyConfig:
                 "other values in the folder's config.json"
             )
         raise ValueError(
-            f"sampler: the longest prompt and answer have {tokens} tokens together, must be at "
+            f"{fields}: the longest prompt and answer have {tokens} tokens together, must be at "
             f"most the policy's max_position_embeddings = {self.max_positions} ({remedy}); a lower "
             "sampler.max_prompt or sampler.max_tokens, or --max_input of evaluate, fits too"
         )

@@ -45,6 +45,7 @@ JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
 # Prompts -> (index of a prompt, reply) in order of arrival; a reply of None is a failure.
 AskJudge = Callable[[Sequence[str]], Iterable[tuple[int, str | None]]]
 REPLIES = "judge.jsonl"
+_MOST_SILENT, _FEWEST_ASKED = 3, 4  # of VerdictWatch: steps in a row, answers of a step
 
 
 class Judge:
@@ -103,10 +104,14 @@ class Judge:
                 verdicts[self._key(unknown[index])] = self._record(unknown[index], reply)
         if failed := [*verdicts.values()].count(UNANSWERED):
             self.counts["failed"] += failed
+            last = getattr(self._ask, "last_failure", "")  # a policy of our own has none
             log.warning(
-                "%s: no reply to %d of %d prompts; the rule's scores stand where there is a rule",
-                *(self.model, failed, len(unknown)),
+                "%s: no reply to %d of %d prompts; the rule's scores stand where there is a rule%s",
+                *(self.model, failed, len(unknown), f". Last: {last}" if last else ""),
             )
+        replied = [verdicts[self._key(prompt)] for prompt in unknown]
+        if replied and set(replied) == {MALFORMED}:
+            log.warning("%s: no verdict in any of %d replies", self.model, len(replied))
         for key in prompt_of:  # the order of use must not depend on the order of arrival
             if key in self._cache:
                 self._cache.move_to_end(key)
@@ -132,6 +137,29 @@ class Judge:
             append_records(self._file, [{"key": key, "model": self.model, "reply": reply}])
         fault_injection.point("judged")
         return verdict
+
+
+class VerdictWatch:
+    """Watch over the steps of a run in which the external judge gave no verdict.
+
+    A judge that has never given a verdict is set up wrongly: its first step ends the run. Later a
+    server may be down for a while: the run ends after _MOST_SILENT such steps in a row.
+    """
+
+    def __init__(self) -> None:
+        self._silent_in_a_row = _MOST_SILENT - 1
+
+    def ends_run(self, failed: float, num_asked: float) -> bool:
+        """Return whether to end the run before the update of a step.
+
+        Args:
+          failed: answers of the step without a verdict.
+          num_asked: answers that were sent to the judge.
+        """
+        if num_asked < _FEWEST_ASKED:  # too few to tell, or none
+            return False
+        self._silent_in_a_row = self._silent_in_a_row + 1 if failed == num_asked else 0
+        return self._silent_in_a_row >= _MOST_SILENT
 
 
 def make_judge(

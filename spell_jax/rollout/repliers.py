@@ -90,6 +90,23 @@ class PolicyReplier:
         self.model.release()
 
 
+@dataclasses.dataclass(frozen=True)
+class EndpointReplier:
+    """A chat endpoint that replies to single prompts; see Replier. It takes no random keys."""
+
+    endpoint: Endpoint
+
+    def __call__(
+        self, prompts: Sequence[str], numbers: Numbers = ()
+    ) -> Iterable[tuple[int, str | None]]:
+        return self.endpoint(prompts)
+
+    @property
+    def last_failure(self) -> str:
+        """Words of the last failure, with its remedy if there is one; "" without a failure."""
+        return self.endpoint.last_failure
+
+
 def make_replier(
     name: str,
     *,
@@ -132,5 +149,4 @@ def make_replier(
         )
     except ValueError as error:
         raise ValueError(f"{name}'s {error}") from error
-    client = Endpoint(config)
-    return lambda prompts, numbers=(): client(prompts), model
+    return EndpointReplier(Endpoint(config)), model

@@ -5,8 +5,8 @@ mistake with such a line); every other exception is a crash, with its traceback 
 Mistakes are the errors of type USER_ERRORS before a command calls `setup_done`, after its last
 check, unless the message has no place (JSON and Unicode errors, empty ones). Ctrl-C ends with one
 line too, and so do SIGTERM, with exit status 75 (runtime/hosts/sigterm.py), a disk that stays full
-(status 1) and a workdir that was removed (status EXIT_CODE). With --debug, which every command
-takes, the traceback of a mistake is printed before its line.
+or an EndedError (status 1) and a workdir that was removed (status EXIT_CODE). With --debug, which
+every command takes, the traceback of a mistake is printed before its line.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import difflib
+import itertools
 import json
 import os
 import re
@@ -61,10 +62,15 @@ _EXTRAS = {
 _PLACELESS = (json.JSONDecodeError, UnicodeError)
 _IN_CONFIG_FILE = " Error whilst parsing config file:"  # ml_collections, before a traceback as text
 _WRONG_TYPE = "Could not override field"  # ml_collections, of a value that a field does not take
+_FOLDER_FLAGS = ("workdir", "out")
 _UNSET = "must have a value other than None"  # absl, of a required flag
 
 _is_set_up = False  # whether the work of the current command has started
 _signal_status: int | None = None  # exit status of a command that Ctrl-C or SIGTERM has ended
+
+
+class EndedError(Exception):
+    """The end of a run that could not go on; the message, one line, says why and what is saved."""
 
 
 def run_main(
@@ -121,6 +127,7 @@ def user_errors() -> Iterator[None]:
     try:
         with sigterm.ending():
             check_secrets(sys.argv[1:])
+            _check_folders(sys.argv[1:])
             yield
     except USER_ERRORS as error:
         text = " ".join(line.strip() for line in str(error).splitlines()).strip()
@@ -134,11 +141,15 @@ def user_errors() -> Iterator[None]:
         sys.stdout.flush()
         messages = error.mistakes if isinstance(error, ConfigError) else [text]
         _leave("\n".join(f"error: {message}" for message in messages), EXIT_CODE, error)
-    except (durable.DiskError, durable.SaveError) as error:
+    except (durable.DiskError, durable.SaveError, EndedError) as error:
         if DEBUG in sys.orig_argv:
             traceback.print_exc()
         text = " ".join(str(error).split())
         _leave(f"error: {text}", EXIT_CODE if isinstance(error, durable.GoneError) else 1, error)
+    except (AssertionError, RuntimeError) as error:
+        if not (line := _missing_backend(error)):
+            raise
+        _leave(f"error: {line}", EXIT_CODE, error)
     except KeyboardInterrupt as error:
         _leave("interrupted; a training run goes on with the same command", INTERRUPTED, error)
     except sigterm.Terminated as error:
@@ -157,6 +168,30 @@ def check_secrets(arguments: Sequence[str]) -> None:
         else:
             urls.check_secret(flag or "an argument", argument)
         flag = argument if argument.startswith("-") else ""
+
+
+def _check_folders(arguments: Sequence[str]) -> None:
+    """Raise ValueError for a flag of _FOLDER_FLAGS with an empty value."""
+    # "" would be the current folder, and a run's files would lie among the user's own.
+    for argument, following in itertools.zip_longest(arguments, arguments[1:]):
+        name, equals, value = argument.partition("=")
+        value = value if equals else following
+        if name.lstrip("-") in _FOLDER_FLAGS and value is not None and not value.strip():
+            raise ValueError(f"{name} = {value!r}: must name a folder")
+
+
+def _missing_backend(error: BaseException) -> str:
+    """Return the line for a backend of $JAX_PLATFORMS that this machine lacks; else ""."""
+    frames = traceback.extract_tb(error.__traceback__)
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if not platforms or not frames or not frames[-1].filename.endswith("xla_bridge.py"):
+        return ""
+    # A platform without its plugin is an assertion without words.
+    reason = " ".join(str(error).partition("(set JAX_PLATFORMS")[0].split()) or "no such plugin"
+    return (
+        f"JAX_PLATFORMS = {platforms!r}: jax finds no such device ({reason}); unset it, set it to "
+        "cpu, or install jax for the device (pip install 'jax[cuda12]' or 'jax[tpu]')"
+    )
 
 
 def _name_file(error: BaseException) -> str:
@@ -218,6 +253,7 @@ def parse_flags(
     (--config=FILE:ARGUMENT).
     """
     argv = _find_config(argv)
+    _check_dashes(argv)
     try:
         main_arguments = flags_parser(argv)
         for name in values:  # ml_collections raises for a missing file when it is first used
@@ -227,6 +263,10 @@ def parse_flags(
         if _UNSET in str(error):
             names = re.findall(r"flag (--\w+)=None", str(error))
             raise app.UsageError(f"{' and '.join(names)}: must be given") from error
+        if isinstance(error, flags.UnrecognizedFlagError) and "." in error.flagname:
+            raise ValueError(
+                f"--{error.flagname}: no such flag; a field is written --config.FIELD=VALUE"
+            ) from error
         head, is_in_file, trace = str(error).partition(_IN_CONFIG_FILE)
         if not is_in_file:
             raise
@@ -274,9 +314,19 @@ def _find_config(argv: Sequence[str]) -> list[str]:
         flag, _, value = argument.partition("=")
         name, colon, suffix = value.partition(":")
         if flag in ("--config", "-config") and name and not os.path.exists(name):
-            path = paths.shipped_configs().get(_config_name(name))
-            arguments[place] = f"{flag}={path}{colon}{suffix}" if path else argument
+            path = paths.shipped_configs().get(_config_name(name)) or paths.expand_home(name)
+            arguments[place] = f"{flag}={path}{colon}{suffix}"
     return arguments
+
+
+def _check_dashes(argv: Sequence[str]) -> None:
+    """Raise ValueError for --config.FIELD with a dash in the field's name."""
+    for argument in argv:
+        flag = argument.partition("=")[0]
+        _, prefix, field = flag.partition("--config.")
+        if prefix and "-" in field:
+            remedy = f"{prefix}{field.replace('-', '_')}"
+            raise ValueError(f"{flag}: no such field. Did you mean {remedy}?")
 
 
 def _config_name(path: str) -> str:

@@ -167,7 +167,9 @@ def _make_model(
     group_names: Sequence[str] = (),
 ) -> Model:
     policy, tokenizer = read_model(model, folder)
-    policy.check_length(config.sampler.longest)
+    sampler = config.sampler
+    fields = f"sampler.max_prompt = {sampler.max_prompt}, sampler.max_tokens = {sampler.max_tokens}"
+    policy.check_length(sampler.longest, fields)
     learner = Learner(
         policy,
         optimizer,

@@ -12,7 +12,8 @@ from spell_jax.algorithms.held_out import Share
 from spell_jax.reporting import paired, run_report, tables
 from spell_jax.runtime import intervals
 from spell_jax.runtime.files.jsonl import read_json, write_json
-from spell_jax.runtime.log.metrics import Metrics
+from spell_jax.runtime.log.metrics import Metrics, read_metrics
+from spell_jax.runtime.log.run_logger import explain_all_empty
 from spell_jax.trainer.build import Run
 from spell_jax.trainer.state import Params, States, save_model
 
@@ -104,6 +105,8 @@ def finish(run: Run, states: States, params: Params, workdir: epath.Path) -> Non
             print(f"\n{table}")
     print(f"\nmetrics   {workdir / 'metrics.jsonl'}\nepisodes  {workdir / 'episodes'}")
     print(f"policy    {workdir / 'policy'}\nplots     " + "\n          ".join(map(str, plots)))
+    if cause := explain_all_empty(read_metrics(workdir), run.config.algorithm.hints):
+        print(f"\n{cause}")
 
 
 def _read_earlier(path: epath.Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import functools
 from etils import epath
 
 from spell_jax.config import RunConfig, read, settle_dtypes, to_dict
+from spell_jax.rollout.judge import VerdictWatch
 from spell_jax.runtime import fault_injection, setup
 from spell_jax.runtime.config import Config
 from spell_jax.runtime.files import paths, workdir_lock
@@ -42,6 +43,7 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
       ValueError: if another run uses the workdir; the message names that run's host and pid.
       DiskError, SaveError: if the workdir is gone or not writable; the message says what is saved.
       Preempted: if the machine is taken away; everything is saved, and the next call resumes.
+      EndedError: if the external judge gave no verdicts (VerdictWatch); everything is saved.
       NonFinite: if too many updates in a row were not finite; their rows are in non_finite/.
     """
     run = make_run(commits.pin(settle_dtypes(read(config), workdir), workdir))
@@ -77,6 +79,7 @@ def _train(run: Run, files: RunFiles, rollouts: Rollouts) -> States:
         logger.enter("validate", 0)
         held_out.validate_first(run, rollouts.params(states), files.workdir)
     logger.progress.limit(60 * config.max_minutes or None)
+    verdict_watch = VerdictWatch()
 
     with setup.sparing_garbage_collector() as spare_long_lived:
         while rollouts.has_next or (step < config.steps and not logger.progress.is_over()):
@@ -89,6 +92,9 @@ def _train(run: Run, files: RunFiles, rollouts: Rollouts) -> States:
                 state_before = rollout.state_before if rollout else rollouts.next_state()
                 files.stop_if_preempted(step - 1, states, state_before)
                 assert rollout is not None
+                counts = rollout.metrics.pairs().get("rollout/judge_failed", (0.0, 0.0))
+                if verdict_watch.ends_run(*counts):
+                    files.end_without_verdicts(step - 1, states, state_before, int(counts[1]))
 
                 logger.enter("update", step - 1, rollout.progress())
                 states, numbers = _update(run, files, rollouts, states, rollout, step)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from etils import epath
@@ -172,6 +172,18 @@ class RunFiles:
         if self._preemption.should_stop():
             self.save(step, states, algorithm_state, force=True)
             self._preemption.stop()
+
+    def end_without_verdicts(
+        self, step: int, states: States, algorithm_state: JsonDict, num_asked: int
+    ) -> NoReturn:
+        """Save the step and raise EndedError: the judge gave no verdict on `num_asked` answers."""
+        # On the rule's scores the run would train on another reward than the config says.
+        self.save(step, states, algorithm_state, force=True)
+        raise entry.EndedError(
+            f"step {step + 1}: the judge gave no verdict on any of {num_asked} answers, as the "
+            "warnings say; check algorithm.judge_url, algorithm.judge_model and the key in "
+            f"SPELL_JUDGE_KEY. Step {step} is saved, and the same command goes on"
+        )
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from spell_jax.rollout.judge import Judge
+from spell_jax.rollout.judge import Judge, VerdictWatch
 from spell_jax.runtime import endpoint as endpoints
 from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.selfplay import prompts
@@ -363,6 +363,7 @@ def test_first_failure_is_a_warning_with_the_remedy(server, caplog, status, body
     assert first.startswith(f"{server.url}: no reply of judge-model (")
     assert all(word in first for word in words), first
     assert "no reply to 2 of 2 prompts; the rule's scores stand" in total
+    assert total.endswith(f". Last: {first.partition('judge-model ')[2]}")
     assert judge._ask.failures == {f"HTTP {status}": 2}
 
 
@@ -398,3 +399,22 @@ def test_error_of_a_compressed_body_is_bounded(server, caplog):
     server.body = bomb
     assert make_judge(server.url, attempts=1).judge([item("a")]) == [UNANSWERED]
     assert "(500" in caplog.text
+
+
+def test_silent_judge_ends_a_run_at_once_only_if_it_never_spoke():
+    watch = VerdictWatch()
+    assert not watch.ends_run(0, 0) and not watch.ends_run(3, 3)  # nothing, or too little, asked
+    assert watch.ends_run(8, 8)
+    watch = VerdictWatch()
+    steps = [(7, 8), (8, 8), (8, 8), (7, 8), (8, 8), (0, 0), (8, 8)]
+    assert not any(watch.ends_run(failed, num_asked) for failed, num_asked in steps)
+    assert watch.ends_run(8, 8)
+
+
+def test_replies_without_any_verdict_are_a_warning(caplog):
+    texts = {"a": "hmm", "b": "well", "c": "[[YES]]"}
+    judge = Judge(lambda ps: ((i, texts[p[-1]]) for i, p in enumerate(ps)), lambda *x: x[1], "m")
+    assert judge.judge([("q", "a", "r"), ("q", "b", "r")]) == [MALFORMED] * 2
+    assert "m: no verdict in any of 2 replies" in caplog.text
+    caplog.clear()
+    assert judge.judge([("q", "a", "r"), ("q", "c", "r")]) == [MALFORMED, 1] and not caplog.text

@@ -6,6 +6,7 @@ A crash exits with 1.
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import pwd
 import re
@@ -159,7 +160,8 @@ def test_all_errors_propagate_after_setup_done(capsys):
 
 
 @pytest.mark.parametrize(
-    "kind, code", [(durable.DiskError, 1), (durable.SaveError, 1), (durable.GoneError, 2)]
+    "kind, code",
+    [(durable.DiskError, 1), (durable.SaveError, 1), (entry.EndedError, 1), (durable.GoneError, 2)],
 )
 def test_lost_disk_ends_a_command_with_one_line_at_any_time(kind, code, capsys):
     with pytest.raises(SystemExit) as end, entry.user_errors():
@@ -210,6 +212,41 @@ def test_debug_flag_shows_the_traceback(monkeypatch, capsys):
         raise ValueError("steps = 0")
     err = capsys.readouterr().err
     assert err.startswith("Traceback") and err.endswith("\nerror: steps = 0\n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--workdir="], ["--out", " "], ["--out=a", "--workdir", ""]]
+)
+def test_empty_folder_is_refused(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["program", *arguments])
+    with pytest.raises(SystemExit) as end, entry.user_errors():
+        raise AssertionError("the command began")
+    flag = arguments[-1] if "=" in arguments[-1] else arguments[-2]
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {flag.rstrip('=')} = ")
+
+
+@pytest.mark.parametrize("platform", ["cuda", "nonsense"])
+def test_backend_that_is_not_there_is_named(platform):
+    code = (
+        "import jax\nfrom spell_jax.runtime import entry\n"
+        "with entry.user_errors():\n    jax.devices()"
+    )
+    environment = os.environ | {"JAX_PLATFORMS": platform}
+    process = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    if platform == "cuda" and process.returncode == 0:
+        pytest.skip("this machine has a GPU")
+    line = process.stderr.splitlines()[-1]
+    assert process.returncode == 2 and "Traceback" not in process.stderr
+    assert line.startswith(f"error: JAX_PLATFORMS = '{platform}': jax finds no such device (")
+
+
+def test_errors_elsewhere_are_no_missing_backend(monkeypatch, capsys):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    crashes(RuntimeError("out of memory"), capsys)
+    crashes(AssertionError(), capsys)
 
 
 def test_failed_process_of_several_exits_without_waiting(monkeypatch, capsys):
@@ -279,6 +316,16 @@ def test_shipped_configs_have_names(name, tmp_path, monkeypatch):
             ["--config={config}", "--config.algorithm.lr=2"],
             r"^--config\.algorithm\.lr: no such field. Must be one of .*sigma",
         ),
+        (
+            ["--config={config}", "--config.algorithm.group-size=4"],
+            r"^--config\.algorithm\.group-size: no such field. Did you mean "
+            r"--config\.algorithm\.group_size\?$",
+        ),
+        (
+            ["--config={config}", "--conifg.steps=4"],
+            r"^--conifg\.steps: no such flag; a field is written --config\.FIELD=VALUE$",
+        ),
+        (["--config=~/none.py"], r"^--config = '/.*/none\.py': no such file"),
         (["--config={config}", "--config.steps=many"], "flag --config.steps=many: invalid"),
         (["--config={config}:unknown"], "--config=.*config.py:unknown: must be one of"),
         (["--config={config}.missing"], "--config = '.*config.py.missing': no such file"),

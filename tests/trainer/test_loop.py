@@ -20,11 +20,14 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.rollout import repliers
 from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.entry import EndedError
 from spell_jax.runtime.files.checkpoint import Checkpoints
 from spell_jax.runtime.files.episodes import read_episodes
+from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER
 from spell_jax.runtime.files.workdir_lock import FILE, locked
 from spell_jax.runtime.log.metrics import read_metrics
-from spell_jax.trainer import loop
+from spell_jax.selfplay.verdicts import UNANSWERED
+from spell_jax.trainer import build, loop
 from tests import metric_names, noise
 
 absl_logging.set_verbosity(absl_logging.WARNING)
@@ -500,6 +503,36 @@ def test_judge_needs_a_url_and_a_model(rule, policy, monkeypatch):
     (config,) = endpoints
     assert (config.api_key, config.model) == ("secret", "m")
     assert "secret" not in str(run.config)
+
+
+@pytest.mark.parametrize("field", ["judge_url", "judge_model"])
+def test_judge_without_a_rule_that_asks_it_is_refused(field, policy):
+    config = noise.small_config(policy, **{f"algorithm.{field}": "http://localhost:1/v1"})
+    with pytest.raises(
+        ValueError, match=rf"algorithm\.{field} = 'http.*: must be '' for .*'match'"
+    ):
+        loop.make_run(config)
+
+
+@pytest.mark.slow
+def test_run_without_any_verdict_is_saved_and_ends(policy, tmp_path, monkeypatch):
+    judge = {"rule": "judge", "judge_url": "http://localhost:1/v1", "judge_model": "m"}
+    config = noise.small_config(policy, **{f"algorithm.{k}": v for k, v in judge.items()})
+    monkeypatch.setattr(build, "_make_judge", lambda *_: lambda items: [UNANSWERED] * len(items))
+    message = r"^step 1: the judge gave no verdict on any of \d+ answers.*Step 0 is saved"
+    with pytest.raises(EndedError, match=message):
+        Finished(config, tmp_path)
+    assert (tmp_path / CHECKPOINTS_FOLDER / "0").is_dir()
+
+
+def test_policy_that_is_too_short_names_the_fields(policy):
+    config = noise.small_config(policy, **{"sampler.max_prompt": 250, "sampler.max_tokens": 24})
+    message = (
+        r"^sampler\.max_prompt = 250, sampler\.max_tokens = 24: .* 274 tokens together, must be at "
+        r"most the policy's max_position_embeddings = 256 "
+    )
+    with pytest.raises(ValueError, match=message):
+        loop.make_run(config)
 
 
 def test_prompt_cap_leaves_room_for_the_chat_layout(policy):

@@ -57,7 +57,8 @@ class QuestionsConfig(AlgorithmConfig):
     def hints(self) -> dict[str, str]:
         section = "algorithm.questioner"
         causes = {
-            "bad_format": "the policy does not write the questioner's format; warm-start it",
+            "bad_format": "the policy does not write the questioner's format; warm-start it "
+            "(docs/howto/your_documents.md)",
             "declined": f"references are over {section}.max_answer_tokens, or nothing is asked",
             "ungrounded": f"questions are answered without documents ({section}.grounding_samples)",
             "too_small": f"clusters have too few documents ({section}.unread_documents)",

@@ -159,6 +159,31 @@ def resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def explain_all_empty(lines: Sequence[Mapping[str, Any]], hints: Mapping[str, str]) -> str:
+    """Explain why all updates of a run were empty; "" if one was not.
+
+    `lines` are the lines of metrics.jsonl, `hints` as in RunLogger.
+    """
+    if not lines or not all(line.get("train/empty_update") for line in lines):
+        return ""
+    means = {
+        name: sum(values) / len(lines)
+        for name in hints
+        if (values := [line[name] for line in lines if line.get(name) is not None])
+    }
+    text = f"all {len(lines)} updates were empty, the weights did not change. "
+    return (text + _main_cause(means, hints)).strip()
+
+
+def _main_cause(means: Mapping[str, float], hints: Mapping[str, str]) -> str:
+    """Return the largest metric of the hints, with its value and hint; "" without one."""
+    shares = {name: means[name] for name in hints if name in means}
+    if not shares:
+        return ""
+    name = max(shares, key=lambda name: shares[name])
+    return f"{name} = {shares[name]:.2f}: {hints[name]}"
+
+
 class RunLogger:
     """Everything that a run writes and shows between two checkpoints; a context.
 
@@ -258,13 +283,11 @@ class RunLogger:
     def _explain_empty(self, means: Mapping[str, float]) -> None:
         """Warn once about _MOST_EMPTY empty updates in a row, with the most frequent cause."""
         self._empty_in_a_row = self._empty_in_a_row + 1 if means.get("train/empty_update") else 0
-        shares = {means[name]: name for name in self._hints if name in means}
         # Equal, not at least: one warning for each row of empty updates.
-        if self._empty_in_a_row == _MOST_EMPTY and shares:
-            name = shares[max(shares)]
+        if self._empty_in_a_row == _MOST_EMPTY and (cause := _main_cause(means, self._hints)):
             logging.warning(
-                "%d updates in a row were empty, the weights did not change. %s = %.2f: %s",
-                *(_MOST_EMPTY, name, means[name], self._hints[name]),
+                "%d updates in a row were empty, the weights did not change. %s",
+                *(_MOST_EMPTY, cause),
             )
 
     def flush(self) -> None:

@@ -16,7 +16,12 @@ from spell_jax.runtime.files.episodes import read_episodes
 from spell_jax.runtime.log import metrics as runtime_metrics
 from spell_jax.runtime.log import run_logger as run_logger
 from spell_jax.runtime.log.metrics import Metrics, read_metrics
-from spell_jax.runtime.log.run_logger import PhaseTimer, RunLogger, device_memory
+from spell_jax.runtime.log.run_logger import (
+    PhaseTimer,
+    RunLogger,
+    device_memory,
+    explain_all_empty,
+)
 
 
 def loss(value: float) -> Metrics:
@@ -46,6 +51,21 @@ def test_slow_disk_does_not_delay_steps(tmp_path, monkeypatch):
         assert [step for step, _ in read_episodes(tmp_path)] == [1, 2, 3]
         (events,) = (tmp_path / "tensorboard").iterdir()
         assert events.read_bytes().count(b"train/loss") == 3
+
+
+def test_run_of_empty_updates_alone_is_explained():
+    hints = {"rollout/bad_format": "warm-start it", "rollout/accepted": "all equal"}
+    lines: list[dict] = [
+        {"train/empty_update": 1.0, "rollout/bad_format": 0.9, "rollout/accepted": 0.1},
+        {"train/empty_update": 1.0, "rollout/bad_format": 0.5, "rollout/accepted": 0.5},
+    ]
+    assert explain_all_empty(lines, hints) == (
+        "all 2 updates were empty, the weights did not change. rollout/bad_format = 0.70: "
+        "warm-start it"
+    )
+    assert explain_all_empty(lines, {}).endswith("did not change.")
+    assert not explain_all_empty([], hints)
+    assert not explain_all_empty([*lines, {"train/empty_update": 0.0}], hints)
 
 
 @pytest.mark.parametrize(
