@@ -7,6 +7,7 @@ the policy.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import pathlib
@@ -23,13 +24,20 @@ from spell_jax.policy import lora, transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.formats import safetensors
 from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime import setup
 from spell_jax.runtime.config import changes
-from spell_jax.runtime.files.checkpoint import Checkpoints
+from spell_jax.runtime.files.checkpoint import Checkpoints, MisfitError
 from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER
 from spell_jax.trainer.build import Model, Run
 
 log = logging.getLogger(__name__)
 
+# Last parts of the fields that decide which tensors a checkpoint has, and their shapes.
+_SHAPING = (
+    *("name", "folder", "lora_rank", "lora_pattern", "base_dtype", "source", "objective"),
+    *("kl_weight", "distillation_weight", "old_logprobs", "tokenizer", "vocab_size", "width"),
+    *("layers", "heads", "kv_heads", "head_size", "feed_forward"),
+)
 # Weights in the compute dtype by model name, as a rollout looks them up (RolloutWorker.start_step).
 Params = Mapping[str, transformer.Params]
 
@@ -125,7 +133,8 @@ def restore_or_init(run: Run, checkpoints: Checkpoints) -> tuple[States, int, Ho
         target[name] = state if name in run.trained else state.params
     # Copies of the policy have its shape, but weights of an earlier step: they are saved as well.
     target |= dict.fromkeys(run.copies, target["policy"].params)
-    arrays, saved = checkpoints.restore(step, target)
+    with naming_changes(to_dict(run.config), checkpoints.workdir):
+        arrays, saved = checkpoints.restore(step, target)
     host_state = HostState.from_json(saved, f"checkpoint of step {step}", "config", "algorithm")
     check_resumed(run.config, step, host_state.config)
     assert host_state.algorithm is not None
@@ -135,6 +144,25 @@ def restore_or_init(run: Run, checkpoints: Checkpoints) -> tuple[States, int, Ho
     for change in changes(to_dict(run.config), host_state.config):
         log.info("%s when it was saved", change)
     return _from_tree(run, arrays), step, host_state
+
+
+@contextlib.contextmanager
+def naming_changes(fields: Mapping[str, Any], workdir: epath.Path) -> Iterator[None]:
+    """Name the fields of the config that make a checkpoint of `workdir` unfit, in a MisfitError.
+
+    `fields` are the config as JSON values. Without such a field the error names tensors alone.
+    """
+    try:
+        yield
+    except MisfitError as error:
+        lines = changes(fields, setup.saved_config(workdir))
+        lines = [line for line in lines if line.split(" = ")[0].rpartition(".")[2] in _SHAPING]
+        if not lines:
+            raise
+        raise MisfitError(
+            f"{'; '.join(lines)} in the run of {workdir}, so its checkpoints do not fit; must be "
+            "the same, or begin a new run in another workdir, without init_from"
+        ) from error
 
 
 def _from_tree(run: Run, tree: Mapping[str, Any]) -> States:
@@ -170,7 +198,8 @@ def first_state(config: RunConfig, name: str, model: Model) -> update.TrainState
     if config.init_from and name == "policy":
         freeze_base(learner, model.folder)
         workdir, step = find_checkpoint(config.init_from)
-        step, params = read_weights(workdir, model.policy, learner.mesh, step)
+        with naming_changes(to_dict(config), workdir):
+            step, params = read_weights(workdir, model.policy, learner.mesh, step)
         log.info("begins with the weights of %s, step %d (init_from)", workdir, step)
         return learner.fns.init(params)
     if safetensors.has_weights(model.folder):

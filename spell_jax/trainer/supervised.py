@@ -35,7 +35,7 @@ from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.selfplay.prompts import ROLES
 from spell_jax.trainer import commits
 from spell_jax.trainer.run_files import RunFiles
-from spell_jax.trainer.state import HostState, States, freeze_base, load_weights
+from spell_jax.trainer.state import HostState, States, freeze_base, load_weights, naming_changes
 
 log = logging.getLogger(__name__)
 # Rows that train a new tokenizer; enough to see every word of a small corpus.
@@ -142,7 +142,8 @@ def _restore_or_init(
     if step:
         if base:
             freeze_base(learner, base)
-        arrays, saved = checkpoints.restore(step, {"policy": learner.fns.abstract_state})
+        with naming_changes(plain(section(config)), checkpoints.workdir):
+            arrays, saved = checkpoints.restore(step, {"policy": learner.fns.abstract_state})
         return arrays["policy"], step, HostState.from_json(saved, f"checkpoint of step {step}")
     first = load_weights(base, learner) if base else jax.random.key(config.seed)
     return learner.init(first), 0, HostState()

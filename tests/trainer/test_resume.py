@@ -8,20 +8,23 @@ import functools
 import json
 import os
 import pathlib
+import re
 import time
 
 import pytest
 from absl import logging as absl_logging
+from etils import epath
 
+from spell_jax.config import to_dict
 from spell_jax.policy import weights
-from spell_jax.runtime import fault_injection
+from spell_jax.runtime import fault_injection, setup
 from spell_jax.runtime.files import jsonl
-from spell_jax.runtime.files.checkpoint import Checkpoints, SaveError
+from spell_jax.runtime.files.checkpoint import Checkpoints, MisfitError, SaveError
 from spell_jax.runtime.files.episodes import episode_files, read_episodes
 from spell_jax.runtime.hosts.preemption import Preempted
 from spell_jax.runtime.log import metrics as runtime_metrics
 from spell_jax.runtime.log.metrics import MetricsWriter, read_metrics
-from spell_jax.trainer import loop, rollouts, run_files
+from spell_jax.trainer import loop, rollouts, run_files, state
 from spell_jax.trainer.build import make_run
 from spell_jax.trainer.rollouts import SharedRollouts
 from spell_jax.trainer.state import States, copy
@@ -50,6 +53,37 @@ def run_to_end(config, workdir: pathlib.Path, one_device: bool = True) -> list[d
 
 def episodes(workdir: pathlib.Path) -> dict[str, bytes]:
     return killed.files(workdir / "episodes")
+
+
+def test_fields_that_change_the_checkpoints_are_named(policy, tmp_path, monkeypatch) -> None:
+    noise.use_one_device(monkeypatch)
+    run = make_run(noise.small_config(policy))
+    fields = to_dict(run.config)
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        host_state = state.HostState(fields, run.algorithm.state_dict(), None, [], {}, [])
+        checkpoints.save(1, state.first_states(run).tree(), host_state.to_json(), force=True)
+    setup.write_config(fields, epath.Path(tmp_path / "run"))
+    wide = str(noise.save_policy(tmp_path / "wide", width=48))
+
+    def restore(**overrides):
+        resumed_run = make_run(noise.small_config(policy, **overrides))
+        with Checkpoints(tmp_path / "run") as checkpoints:
+            return state.restore_or_init(resumed_run, checkpoints)[1]
+
+    assert restore(**{"optimizer.learning_rate": 1e-5, "sampler.max_tokens": 5}) == 1
+    changed = {
+        "policy.lora_rank": (2, "= 2: was 0"),
+        "policy.folder": (wide, f"= '{wide}': was '{policy}'"),
+        "optimizer.name": ("rmsprop", "= 'rmsprop': was 'adamw'"),
+        "loss.kl_weight": (0.1, "= 0.1: was 0.0"),
+    }
+    for field, (value, words) in changed.items():
+        message = f"^{re.escape(f'{field} {words} in the run of ')}.*; must be the same, or begin"
+        with pytest.raises(MisfitError, match=message):
+            restore(**{field: value})
+    begins = {"init_from": str(tmp_path / "run"), "policy.lora_rank": 2}
+    with pytest.raises(MisfitError, match=r"^policy\.lora_rank = 2: was 0 in the run of "):
+        state.first_states(make_run(noise.small_config(policy, **begins)))
 
 
 # ------------------------------------------------------------------------------------------ Devices

@@ -45,6 +45,10 @@ class DamagedError(ValueError):
     """Checkpoints exist, but none can be used."""
 
 
+class MisfitError(ValueError):
+    """A checkpoint has other tensors than those to be read."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Pending:
     step: int
@@ -54,7 +58,7 @@ class _Pending:
 
 
 class Checkpoints:
-    """Checkpoints of one run. Every process makes one and calls it with equal arguments.
+    """Checkpoints of one run, in `workdir`. Every process makes one, with equal arguments.
 
     `save` writes at steps that are multiples of `every`; the latest `keep` and the best stay. A
     failed save is retried `retries` times with the arrays at hand, first after `backoff_s` seconds,
@@ -86,12 +90,12 @@ class Checkpoints:
         self._keep, self._every = keep, every
         self._retries, self._backoff_s, self._sleep = retries, backoff_s, sleep
         self._fallback = fallback
-        self._workdir = epath.Path(paths.absolute(workdir))  # as Orbax requires
-        self._directory = self._workdir / CHECKPOINTS_FOLDER
+        self.workdir = epath.Path(paths.absolute(workdir))  # as Orbax requires
+        self._directory = self.workdir / CHECKPOINTS_FOLDER
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: _Pending | None = None
         self._manager = self._open()
-        self._watch = durable.FolderWatch(self._workdir)
+        self._watch = durable.FolderWatch(self.workdir)
         # Process 0 alone lists the folder. On a network file system hosts may see different states,
         # but must agree on the latest step.
         steps = distributed.broadcast(
@@ -220,7 +224,7 @@ class Checkpoints:
         """Read the arrays and the host_state of a saved step.
 
         `abstract` is the saved tree with jax.ShapeDtypeStruct (or arrays) as leaves. Each leaf's
-        `sharding` is its destination, on the mesh it was saved from or any other. ValueError names
+        `sharding` is its destination, on the mesh it was saved from or any other. MisfitError names
         the tensors that are missing, superfluous, of another shape or dtype, or without a sharding.
         FileNotFoundError if there is no complete checkpoint of that step; SaveError as `wait`.
         """
@@ -257,7 +261,7 @@ class Checkpoints:
         if differences:
             named = "\n  ".join(differences[:_MOST_NAMED])
             num_unnamed = len(differences) - _MOST_NAMED
-            raise ValueError(
+            raise MisfitError(
                 f"{self._directory}, step {step}: the checkpoint does not fit:\n  {named}"
                 + (f"\n  and {num_unnamed} more" if num_unnamed > 0 else "")
             )
@@ -363,7 +367,7 @@ class Checkpoints:
         hashes.write_hashes(self._folder(step), score)
         # Each of these folders may be new. A file is lost with a loss of power if the name of any
         # folder above the file is not on disk.
-        for folder in (self._directory, self._workdir, self._workdir.parent):
+        for folder in (self._directory, self.workdir, self.workdir.parent):
             durable.sync(folder)
         peers.note(saved=step)
         fault_injection.point("saved")
@@ -410,7 +414,7 @@ class Checkpoints:
         """Save a step to a new fallback folder; return a text with its place or the failure."""
         if self._fallback is None:
             return f"no fallback folder is given, the last step saved is {self.latest_step()}"
-        name = epath.Path(paths.absolute(self._fallback)) / f"{self._workdir.name}_step{step}"
+        name = epath.Path(paths.absolute(self._fallback)) / f"{self.workdir.name}_step{step}"
         try:
             # A new name: an earlier fallback folder may be the only copy of another step.
             workdir = distributed.broadcast(lambda: str(_unused(name)))
@@ -429,15 +433,15 @@ class Checkpoints:
         missing = []
         for name in paths.RUN_FILES:
             try:
-                durable.copy(self._workdir / name, folder / name)
+                durable.copy(self.workdir / name, folder / name)
             except OSError as error:
                 with contextlib.suppress(OSError):
                     durable.remove(folder / name)
                 missing.append(f"{name} could not be copied ({error}); ")
         with contextlib.suppress(OSError):
             # Episodes grow with every step, so the fallback folder gets only a note on their place.
-            if steps := spans(episode_files(self._workdir)):
-                place = self._workdir / EPISODES_FOLDER
+            if steps := spans(episode_files(self.workdir)):
+                place = self.workdir / EPISODES_FOLDER
                 missing.append(f"episodes of steps {steps} stay in {place}; ")
         return "".join(missing)
 
