@@ -33,7 +33,12 @@ PYTEST = [
     "hypothesis>=6.170.15",
     "beartype>=0.22.9",  # checks the shapes that jaxtyping states
 ]
-DOCS = ["mkdocs-material>=9.7", "mkdocstrings-python>=2.0.11", RUFF]  # ruff formats signatures
+DOCS = [
+    "mkdocs-material>=9.7",
+    "mkdocstrings-python>=2.0.11",
+    "latex2mathml>=3.81.1",  # equations
+    RUFF,  # formats signatures
+]
 EVAL = ["math-verify[antlr4_13_2]>=0.9.0", "pyarrow>=25.0.1"]
 
 setup(

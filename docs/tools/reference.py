@@ -13,6 +13,8 @@ import importlib
 import re
 from typing import Any
 
+from markdown.extensions.toc import slugify
+
 from docs.tools import commands
 from docs.tools.measurements import ROOT
 from spell_jax import config
@@ -62,6 +64,22 @@ def config_sections() -> dict[str, type]:
     return sections
 
 
+def source_links() -> dict[str, str]:
+    """Return {file of the repository: link to its section of a reference page}.
+
+    The files define the dataclass of a config's section, or are commands.
+    """
+    links = {"spell_jax/config.py": "reference/config.md"}
+    for title, section in config_sections().items():
+        path = f"{section.__module__.replace('.', '/')}.py"
+        links.setdefault(path, f"reference/config.md#{slugify(title, '-')}")
+    for command in _listed_commands():
+        path = command.module.replace(".", "/")
+        path = f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py"
+        links.setdefault(path, f"reference/commands.md#{slugify(command.module, '-')}")
+    return links
+
+
 def room_pages() -> dict[str, str]:
     """Format a page for each room: its docstring, and the public names that the docstring lists.
 
@@ -91,9 +109,7 @@ def commands_page() -> str:
         "# Commands",
         "`python -m MODULE --help` prints the same.",
     ]
-    for command in commands.find().values():
-        if f"python -m {command.module}" not in command.text:
-            continue
+    for command in _listed_commands():
         parts.append(f"## {command.module}\n\n```text\n{command.text}\n```")
         if command.flags:
             rows = ["| flag | default | meaning |", "|---|---|---|"]
@@ -102,6 +118,11 @@ def commands_page() -> str:
                 rows.append(f"| `--{flag.name}` | {default} | {_cell(flag.help)} |")
             parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"
+
+
+def _listed_commands() -> list[commands.Command]:
+    """List the commands that users call: their docstrings show the call."""
+    return [c for c in commands.find().values() if f"python -m {c.module}" in c.text]
 
 
 def _default(flag: commands.Flag) -> str:
