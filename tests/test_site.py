@@ -143,12 +143,13 @@ def test_links_to_sources_lead_to_the_reference():
     )
     assert rewrite("[a](../launch/plan.py)", "a.md") == "[a](reference/commands.md#launchplan)"
     assert rewrite("[a](docs/data.md#b)", "index.md") == "[a](data.md#b)"
+    assert rewrite("[a](../examples/counting.py)", "a.md") == "[a](examples/counting.md)"
     for path in reference.source_links():
         assert (ROOT / path).is_file(), path
 
 
 def test_other_files_are_linked_if_the_repository_has_an_address():
-    text = "[a](../examples/jitted_step.py)"
+    text = "[a](../launch/experiments/registry.py)"
     assert rewrite(text, "a.md") == "a"
-    expected = f"[a]({ADDRESS}/blob/main/examples/jitted_step.py)"
+    expected = f"[a]({ADDRESS}/blob/main/launch/experiments/registry.py)"
     assert rewrite(text, "a.md", ADDRESS) == expected

@@ -1,7 +1,8 @@
 """Hooks of mkdocs for the documentation's site (mkdocs.yml, `make docs`).
 
-1. README.md is the site's first page; CONTRIBUTING.md and the notebooks of studies are pages too.
-   They stay where readers of the repository look for them; links to and from them are rewritten.
+1. README.md is the site's first page; CONTRIBUTING.md, notebooks of studies and examples are pages
+   too. They stay where readers of the repository look for them; links to and from them are
+   rewritten.
 2. The pages of reference/ are made from source (docs/tools/reference.py). reference/api/ has a page
    for each room of the package. A page links to the source file, which a reader of the repository
    can open; on the site the link leads to the reference. experiments.md ends with the lists of
@@ -27,6 +28,8 @@ from launch.experiments import printer
 _OUTSIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
+    "examples/counting.py": "examples/counting.md",
+    "examples/jitted_step.py": "examples/jitted_step.md",
     "launch/experiments/notebooks/eapo_tiny.md": "notebooks/eapo_tiny.md",
     "launch/experiments/ladder/notebook.md": "notebooks/ladder.md",
     "launch/experiments/notebooks/two_updates.md": "notebooks/two_updates.md",
@@ -51,7 +54,7 @@ def on_config(config: Any) -> None:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are not files of docs/, and write the address into the notebook."""
-    pages = {page: (ROOT / name).read_text(encoding="utf-8") for name, page in _OUTSIDE.items()}
+    pages = {page: _page_text(name) for name, page in _OUTSIDE.items()}
     pages["reference/config.md"] = reference.config_page()
     pages["reference/commands.md"] = reference.commands_page()
     for room, text in reference.room_pages().items():
@@ -88,6 +91,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         return link["text"]
 
     return _LINK.sub(rewrite, markdown)
+
+
+def _page_text(name: str) -> str:
+    """Return a page of a file outside docs/: its Markdown, or the source of an example."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return text if name.endswith(".md") else f"# {name}\n\n```python\n{text}```\n"
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Tests of user-defined algorithms: the example of docs/algorithms.md, and one with two models."""
+"""Tests of user-defined algorithms: examples/counting.py, and one with two models."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ from tests import noise
 from tests.paths import ROOT
 
 DOCS = ROOT / "docs" / "algorithms.md"
+EXAMPLE = ROOT / "examples" / "counting.py"
 STEPS = 3
 # Texts of random weights reach the token cap.
 COUNTING = {"name": "counting", "texts": 4, "group_size": 4, "truncated": "score"}
@@ -70,20 +71,19 @@ def algorithm_config(policy: pathlib.Path, algorithm: dict[str, Any], **override
     return config
 
 
-# -------------------------------------------------------------------------- The example of the docs
+# ------------------------------------------------------------------------------------- The example
 
 
 def docs_blocks() -> list[str]:
+    """Return the entry of the registry and the line that reads a config."""
     return re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
 
 
 @pytest.fixture
-def counting(tmp_path, monkeypatch) -> ModuleType:
-    """Import the example as a module, and add its entry to the registry."""
-    path = tmp_path / "counting.py"
-    module_text, entry, _ = docs_blocks()
-    path.write_text(module_text)
-    spec = importlib.util.spec_from_file_location("counting", path)
+def counting(monkeypatch) -> ModuleType:
+    """Import the example as a fresh module, and add its entry to the registry."""
+    entry, _ = docs_blocks()
+    spec = importlib.util.spec_from_file_location("counting", EXAMPLE)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "counting", module)  # dataclasses look the module up
@@ -93,17 +93,17 @@ def counting(tmp_path, monkeypatch) -> ModuleType:
     return module
 
 
-def test_docs_example_has_at_most_80_lines():
-    assert len(docs_blocks()[0].splitlines()) <= 80
+def test_example_has_at_most_80_lines():
+    assert len(EXAMPLE.read_text().splitlines()) <= 80
 
 
-def test_docs_example_config_is_read(counting):
+def test_example_config_is_read(counting):
     names: dict[str, Any] = {"default_config": default_config}
-    exec(docs_blocks()[2], names)
+    exec(docs_blocks()[1], names)
     assert registry.read_algorithm(names["config"].algorithm) == counting.CountingConfig()
 
 
-def test_docs_example_trains_and_reports(counting, policy, tmp_path, monkeypatch):
+def test_example_trains_and_reports(counting, policy, tmp_path, monkeypatch):
     # Random texts rarely hold a number, so their length stands for one.
     score = counting.score
     monkeypatch.setattr(counting, "score", lambda text, truth: score(f"{len(text) % 4}", truth))
@@ -122,12 +122,12 @@ def test_docs_example_trains_and_reports(counting, policy, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     "text, truth, expected_score", [("7", 7, 1.0), ("it is 2, no: 4", 3, 0.5), ("none", 0, 0.0)]
 )
-def test_docs_example_reward(counting, text, truth, expected_score):
+def test_example_reward(counting, text, truth, expected_score):
     assert counting.score(text, truth) == expected_score
 
 
 @pytest.mark.parametrize("scored_truncated, scores", [(False, (0.0, 1.0)), (True, (1.0, 1.0))])
-def test_docs_example_scores_a_cut_answer_as_the_config_says(counting, scored_truncated, scores):
+def test_example_scores_a_cut_answer_as_the_config_says(counting, scored_truncated, scores):
     array = np.ones(1)
     samples = [Sample(array, array, stopped) for stopped in (False, True)]
     reply = Reply((1,), samples, ("so 3", "so 3"), scored_truncated)

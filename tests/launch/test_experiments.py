@@ -662,11 +662,12 @@ def test_validations_are_the_curve_of_figure_5(tmp_path):
 
 def test_site_appends_the_overviews_to_their_page():
     page = SimpleNamespace(file=SimpleNamespace(src_uri="experiments.md"))
-    markdown = site.on_page_markdown(PAGE.read_text(), page=page)
+    config = SimpleNamespace(repo_url="")
+    markdown = site.on_page_markdown(PAGE.read_text(), page, config)
     overviews = printer.overviews().replace("](../launch/experiments/", "](")
     assert overviews in markdown and not re.search(r"\]\([./]*launch/", markdown)
     page.file.src_uri = "results.md"
-    assert overviews not in site.on_page_markdown(PAGE.read_text(), page=page)
+    assert overviews not in site.on_page_markdown(PAGE.read_text(), page, config)
 
 
 def test_page_is_prose_that_names_the_files_of_the_tables():
