@@ -7,7 +7,7 @@ The rows (question_sets/evidence_rows.py) are about 3 to 6 documents. Two of thr
 two-hop questions quote the first line alone, and most are right all the same. They teach the format
 and leave evidence and, in part, outcome to the run.
 Hardware: 1 CPU core, 4.2 minutes (2.9 of processor time; measured at commit 851b03b).
-Expected: the row "before" in docs/algorithms.md, EAPO.
+Expected: the row "before" in launch/experiments/notebooks/eapo_tiny.md.
 """
 
 from spell_jax.configs import tiny_warm_start

@@ -32,6 +32,8 @@ _OUTSIDE = {
     "examples/jitted_step.py": "examples/jitted_step.md",
     "launch/experiments/notebooks/eapo_tiny.md": "notebooks/eapo_tiny.md",
     "launch/experiments/ladder/notebook.md": "notebooks/ladder.md",
+    "launch/experiments/notebooks/h200.md": "notebooks/h200.md",
+    "launch/experiments/notebooks/small_runs.md": "notebooks/small_runs.md",
     "launch/experiments/notebooks/two_updates.md": "notebooks/two_updates.md",
     "launch/experiments/notebooks/without_labels.md": "notebooks/without_labels.md",
 }
