@@ -76,10 +76,11 @@ def main(_) -> None:
     from spell_jax.evaluation.endpoint_respondent import Traffic
     from spell_jax.rollout import judge as judging
     from spell_jax.runtime import setup
+    from spell_jax.runtime.files import paths
 
     setup.setup()
     flag_values = flags.FLAGS
-    out, sizes = pathlib.Path(flag_values.out), judging.read_sizes(flag_values)
+    out, sizes = pathlib.Path(paths.expand_home(flag_values.out)), judging.read_sizes(flag_values)
     if flag_values.judgment:
         judgments.check_flags(flag_values)
         text = judgments.describe(judgments.judge_answers(flag_values, out, sizes))

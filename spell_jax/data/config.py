@@ -155,8 +155,11 @@ class DataConfig:
         # No __post_init__, because a default DataConfig names no data.
         for field in ("questions", "validation"):
             path = getattr(self, field)
-            if path and not self._fetch(field).is_file():
-                raise ValueError(f"data.{field} = {path!r}: must be a .jsonl of questions")
+            if path and not (file := self._fetch(field)).is_file():
+                reason = "is a folder" if file.is_dir() else "no such file"
+                raise ValueError(
+                    f"data.{field} = {path!r}: {reason}; must be a .jsonl of questions"
+                )
         if not self.tasks or len({*self.tasks}) != len(self.tasks) or {*self.tasks} - {*TASKS}:
             raise ValueError(f"data.tasks = {self.tasks}: must be one or more of {TASKS}")
         weights = self.task_weights

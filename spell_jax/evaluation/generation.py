@@ -119,7 +119,7 @@ def print_answers(result: Record) -> None:
 def write_answers(flag_values: Any, results: Sequence[Record]) -> None:
     """Write the lines of --out, on process 0 only."""
     if jax.process_index() == 0:
-        write_records(pathlib.Path(flag_values.out), results)
+        write_records(pathlib.Path(paths.expand_home(flag_values.out)), results)
 
 
 def find_field(workdir: epath.Path | None, name: str, default: str) -> str:

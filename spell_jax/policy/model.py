@@ -113,7 +113,9 @@ def find_folder(
 def is_available(folder: str) -> bool:
     """Return whether a model is packaged, named by a URL, or in a folder of this machine."""
     # A URL counts as available: a look would need the network.
-    return folder in PACKAGED or paths.is_remote(folder) or pathlib.Path(folder).is_dir()
+    if folder in PACKAGED or paths.is_remote(folder):
+        return True
+    return pathlib.Path(paths.expand_home(folder)).is_dir()
 
 
 def maker_hint(folder: str) -> str:

@@ -407,7 +407,7 @@ def main(_) -> None:
     start.setup()
     flag_values: Any = flags.FLAGS
     settings = dataclass_flags.read(Settings, flag_values)
-    out, sizes = pathlib.Path(flag_values.out), judging.read_sizes(flag_values)
+    out, sizes = pathlib.Path(paths.expand_home(flag_values.out)), judging.read_sizes(flag_values)
     teacher = make_teacher(flag_values, out, sizes)
     judge = judging.judge_of_flags(flag_values, out, sizes)
     stream, count_tokens = open_clusters(flag_values)

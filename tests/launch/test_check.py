@@ -591,7 +591,9 @@ def test_unusable_document_folders_are_reported(tmp_path: pathlib.Path) -> None:
     assert "one cluster cannot be split" in line
     assert check.check(small(**source)).mistakes == []
     checked = check.check(small(**source, **{"data.validation": "no/such"}))
-    assert checked.mistakes == ["data.validation = 'no/such': must be a .jsonl of questions"]
+    assert checked.mistakes == [
+        "data.validation = 'no/such': no such file; must be a .jsonl of questions"
+    ]
 
 
 def test_answers_that_can_never_score_are_named(tmp_path: pathlib.Path) -> None:

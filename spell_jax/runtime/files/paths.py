@@ -9,16 +9,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import importlib.util
 import os
 import pathlib
+import re
+import socket
 import stat
+import time
+import urllib.request
 from collections.abc import Collection, Iterator
 from typing import IO
 
 import fsspec.config
 from etils import epath
 
+GCS_HOST = "storage.googleapis.com"
 CACHE_VARIABLE = "SPELL_CACHE"
 # In the folder of a run.
 CONFIG_FILE = "config.json"
@@ -33,9 +39,25 @@ _WRITABLE = "must be a folder that this user may write to"
 
 
 def open_folder(path: str | os.PathLike[str]) -> epath.Path:
-    """Return the path of a folder, its name unchanged; ImportError if a bucket needs gcsfs."""
+    """Return the path of a folder, with ~ expanded; errors as in `prepare`."""
     prepare(path)
-    return epath.Path(path)
+    return epath.Path(expand_home(path))
+
+
+def expand_home(path: str | os.PathLike[str]) -> str:
+    """Replace a ~ at the start of a path by the user's home folder.
+
+    A shell replaces it in `--out ~/a`, but not in `--out=~/a`, nor in a config file. ValueError if
+    the user has no home folder, or if there is no user of the name after ~.
+    """
+    text = os.fspath(path)
+    # A file may be called ~: only a user's name, or nothing, stands between ~ and a slash.
+    if not re.match(r"~[\w.-]*(/|$)", text):
+        return text
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        raise ValueError(f"{text!r}: no such home folder; write the whole path")
+    return expanded
 
 
 def shipped_configs() -> dict[str, str]:
@@ -46,12 +68,41 @@ def shipped_configs() -> dict[str, str]:
 
 
 def prepare(path: str | os.PathLike[str]) -> None:
-    """Set up the access to a path; ImportError if it is in a bucket that needs gcsfs."""
+    """Set up the access to a path.
+
+    ImportError if it is in a bucket that needs gcsfs, ValueError if no bucket can be reached.
+    """
     if os.fspath(path).startswith("gs://"):
         if importlib.util.find_spec("gcsfs") is None:
             raise ImportError(f"{path}: gs:// needs gcsfs; pip install 'spell_jax[gcs]'")
         # gcsfs caches listings forever, but TensorStore and other hosts write there as well.
         fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
+        if reason := _why_unreachable():
+            raise ValueError(
+                f"{os.fspath(path)}: {GCS_HOST} cannot be reached ({reason}); check this machine's "
+                "network, or name a local folder"
+            )
+
+
+@functools.cache
+def _why_unreachable() -> str:
+    """Return why the host of gs:// cannot be reached; "" if it can, or if a proxy stands before it.
+
+    Takes at most 34 s.
+    """
+    # gcsfs tries each request 6 times, which takes 33 s without a network, and logs a traceback
+    # each time. A start asks for many files.
+    if "STORAGE_EMULATOR_HOST" in os.environ or urllib.request.getproxies():
+        return ""
+    reason: object = ""
+    for pause in (0.0, 1.0, 3.0):
+        time.sleep(pause)
+        try:
+            socket.create_connection((GCS_HOST, 443), timeout=10.0).close()
+            return ""
+        except OSError as error:
+            reason = error.strerror or error
+    return str(reason)
 
 
 def make_workdir(path: epath.Path) -> None:

@@ -81,21 +81,22 @@ def file_version(info: Mapping[str, Any]) -> str:
 
 @functools.cache
 def fetch(url: str | os.PathLike[str], with_weights: bool = True) -> pathlib.Path:
-    """Return a local path unchanged; fetch a URL into the cache, and return the path there.
+    """Return a local path, with ~ expanded; fetch a URL into the cache, and return the path there.
 
     A folder is fetched without its .safetensors files unless `with_weights`. A process looks at a
     URL once and keeps the version of that moment. Every host fetches for itself; processes of one
     machine share the cache (paths.cache_folder). FetchError if the URL cannot be read or the cache
-    cannot be written, ValueError if the URL has a password or a key, ImportError if a package for
-    the protocol is missing.
+    cannot be written, ValueError if the URL has a password or a key, or if no bucket can be
+    reached, ImportError if a package for the protocol is missing.
     """
     if not paths.is_remote(url):
-        return pathlib.Path(url)
+        return pathlib.Path(paths.expand_home(url))
     url = os.fspath(url).rstrip("/")
     # Logs and errors name the URL.
     urls.check_secret("URL", url)
     if hub.is_model(url):
         return hub.fetch(url, with_weights)
+    paths.prepare(url)
     place = paths.cache_folder() / "fetched" / _digest(url)
     try:
         with paths.machine_lock(place / "lock"):
@@ -153,7 +154,6 @@ def _fetch(url: str, place: pathlib.Path, with_weights: bool) -> pathlib.Path:
 
 def _open(url: str) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it."""
-    paths.prepare(url)
     try:
         return fsspec.url_to_fs(url)
     except (ImportError, ValueError) as error:
@@ -308,4 +308,7 @@ def _explain(error: Exception) -> str:
 
 
 def _text(error: BaseException | None) -> str:
+    # The HTTP file system of fsspec raises it after every failure, with the URL alone.
+    if isinstance(error, FileNotFoundError) and error.__cause__:
+        error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,11 +1,15 @@
 """Tests of names of folders."""
 
+import os
+import pathlib
+import socket
+
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from spell_jax.runtime.files import paths
+from spell_jax.runtime.files import paths, remote
 
 
 @pytest.mark.parametrize("name", ["[x]", "a*b", "a?b", "a\\b", "a\udcffb"])
@@ -21,3 +25,36 @@ def test_checkpoint_can_be_read_from_a_workdir_of_other_odd_names(tmp_path):
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(folder / "1", {"a": np.arange(4)})
         assert checkpointer.restore(folder / "1")["a"].tolist() == [0, 1, 2, 3]
+
+
+def test_home_folder_is_expanded_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert os.fspath(paths.open_folder("~/runs/a")) == "/home/ada/runs/a"
+    assert remote.fetch("~") == pathlib.Path("/home/ada")
+    for name in ("runs/~", "~ approximately", "gs://b/~/a"):
+        assert paths.expand_home(name) == name
+    with pytest.raises(ValueError, match=r"^'~nobody_of_this_name/a': no such home folder"):
+        paths.expand_home("~nobody_of_this_name/a")
+
+
+def test_bucket_out_of_reach_is_named_at_once(monkeypatch):
+    tries, naps = [], []
+
+    def refuse(address, timeout):
+        tries.append((address, timeout))
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(paths.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(paths.urllib.request, "getproxies", dict)
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    monkeypatch.setattr(paths.socket, "create_connection", refuse)
+    monkeypatch.setattr(paths.time, "sleep", naps.append)
+    paths._why_unreachable.cache_clear()
+    message = r"^gs://b/c: storage\.googleapis\.com cannot be reached \(Name or service not known\)"
+    try:
+        for open_url in (paths.open_folder, remote.fetch):
+            with pytest.raises(ValueError, match=message):
+                open_url("gs://b/c")
+    finally:
+        paths._why_unreachable.cache_clear()
+    assert tries == [(("storage.googleapis.com", 443), 10.0)] * 3 and sum(naps) == 4.0
