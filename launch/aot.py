@@ -506,11 +506,11 @@ def read_program(path: str, mesh: jax.sharding.Mesh) -> Program:
 
 
 def define_flags(*, config: bool = True) -> None:
-    """Define the flags that read_flags reads; with `config`, --config is required."""
+    """Define flags that read_flags reads besides those of topologies.py.
+
+    --topology is required, and with `config` so is --config.
+    """
     config_flags.DEFINE_config_file("config", None, "File, or name, of the run's config.")
-    flags.DEFINE_string(
-        "topology", None, "TPU slice or GPU, such as v5e-16 or h100-1 (launch/topologies.py)."
-    )
     flags.DEFINE_integer("length", None, "Prompt tokens P (default: config.sampler.max_prompt).")
     flags.DEFINE_string("policy", "", "Hugging Face config.json (default: that of policy.folder).")
     flags.DEFINE_integer("layers", 0, "Number of layers, for quick trials.", lower_bound=0)
@@ -519,21 +519,19 @@ def define_flags(*, config: bool = True) -> None:
         flags.mark_flag_as_required("config")
 
 
-def read_flags(
-    *extra_topologies: topologies.Topology,
-) -> tuple[Config, PolicyConfig, topologies.Topology, int]:
-    """Read config, architecture, slice (or an extra topology) and prompt tokens P from flags."""
+def read_topology() -> topologies.Topology:
+    """Read the devices that --topology and --memory_gib name."""
+    return topologies.find(flags.FLAGS.topology, flags.FLAGS.memory_gib)
+
+
+def read_flags() -> tuple[Config, PolicyConfig, topologies.Topology, int]:
+    """Read config, architecture, devices and prompt tokens P from flags."""
     flag_values = flags.FLAGS
     policy = read_policy(flag_values.config, flag_values.policy, flag_values.layers)
     length = (
         flag_values.config.sampler.max_prompt if flag_values.length is None else flag_values.length
     )
-    return (
-        flag_values.config,
-        policy,
-        topologies.find(flag_values.topology, *extra_topologies),
-        length,
-    )
+    return flag_values.config, policy, read_topology(), length
 
 
 def check_flags(flag_values: flags.FlagValues) -> None:
@@ -550,12 +548,12 @@ def main(_) -> None:
     # These programs are large, and a later run would not hit them in the cache.
     jax.config.update("jax_enable_compilation_cache", False)
     if flags.FLAGS.program:
-        topology = topologies.find(flags.FLAGS.topology, *topologies.GPUS)
+        topology = read_topology()
         mesh = meshes.make_mesh(None, topologies.devices(topology))
         programs = [read_program(flags.FLAGS.program, mesh)]
         where = {"topology": topology.name}
     else:
-        config, policy, topology, length = read_flags(*topologies.GPUS)
+        config, policy, topology, length = read_flags()
         mesh, rollout_mesh = topologies.make_meshes(topology, read_mesh(config))
         run = RunPrograms(config, policy, mesh, length, rollout_mesh=rollout_mesh)
         programs = run.select(flags.FLAGS.phase)
@@ -565,6 +563,7 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
+    topologies.define_flags()
     define_flags(config=False)
     flags.DEFINE_enum("phase", "all", ("all", *PHASES), "Programs to compile.")
     flags.DEFINE_string("program", "", "File with abstract_program(mesh), instead of --config.")

@@ -5,8 +5,8 @@
 
 1. `config.collect_mistakes` reads the config. Weights, memory and data are checked for sections
    without a mistake.
-2. A topology is a slice or GPU of topologies.py, or cpu:N or gpu:N for N devices of unknown
-   memory. If none is given, the mesh is laid over the fewest devices that it can use.
+2. A topology is a name of topologies.py: a slice, GPUs such as h100:8, gpu:N or cpu:N. If none is
+   given, the mesh is laid over the fewest devices that it can use.
 3. Each mistake is printed as one line (field, value, remedy), and the exit status is 2. Without
    mistakes, a table describes the run, and remarks point out settings that are allowed but may be
    unintended. The exit status is 1 if documents are not named yet, or one of the paper's models is
@@ -79,6 +79,7 @@ T = TypeVar("T")
 # Exceptions whose messages are meant for users: invalid config, file errors, missing library. Any
 # other exception of _MISTAKES is printed with its type.
 _USER_ERRORS = (ValueError, OSError, ImportError)
+_FLAGS = ("topology", "memory_gib", "workdir")  # may be wrong too, beside the config's fields
 _MISTAKES = (*_USER_ERRORS, TypeError, LookupError, AttributeError)
 
 
@@ -130,7 +131,7 @@ class Checked:
         except _MISTAKES as error:
             text = str(error) if isinstance(error, _USER_ERRORS) else repr(error)
         first = re.match(r"[a-z_]+\b(?=\.| = |:|\[)", text)
-        if not first or first[0] not in (*self.config, "topology", "workdir"):
+        if not first or first[0] not in (*self.config, *_FLAGS):
             text = f"{device_checks.with_value(self.config, field)}: {text}"
         if text not in self.mistakes:  # two functions may check the same field
             self.mistakes.append(text)
@@ -140,10 +141,12 @@ class Checked:
 # ----------------------------------------------------------------------------------------- Checks
 
 
-def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
+def check(
+    config: Config, topology: str = "", workdir: str = "", memory_gib: float = 0.0
+) -> Checked:
     """Check a run's config and folders without touching an accelerator.
 
-    `topology` names the devices, such as "v5e-16", "cpu:8" or "gpu:8"; "" means the fewest that the
+    `topology` and `memory_gib` name the devices (topologies.find); "" means the fewest that the
     mesh can use. `workdir` "" means none yet.
     """
     run, mistakes = collect_mistakes(config)
@@ -167,7 +170,7 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
         shape_and_tokenizer = attempt(f"{name}.folder", read_model, model, folder)
         if shape_and_tokenizer:
             attempt(f"{name}.folder", _check_weights, model.folder, folder)
-    _check_devices(checked, topology)
+    _check_devices(checked, topology, memory_gib)
     if len(checked.mistakes) == before:
         checked.plan = attempt("mesh", _plan, checked, run)
         attempt("mesh", device_checks.check_memory, checked.plan)
@@ -266,11 +269,12 @@ def _check_weights(source: str, folder: pathlib.Path) -> None:
 # ------------------------------------------------------------------------------ Devices and memory
 
 
-def _check_devices(checked: Checked, name: str) -> None:
+def _check_devices(checked: Checked, name: str, memory_gib: float) -> None:
     """Check that sizes split over the devices and that training rows hold the longest answer."""
     layout, sampling, mesh = map(checked.section, ("packing", "sampler", "mesh"))
     attempt = checked.attempt
-    checked.topology = attempt("mesh", device_checks.find_topology, name, checked.config.mesh)
+    devices = name, memory_gib, checked.config.mesh
+    checked.topology = attempt("mesh", device_checks.find_topology, *devices)
     checked.meshes = attempt("mesh", topologies.abstract_meshes, checked.topology, mesh)
     loss = checked.section("loss")
     attempt("packing", _check_longest, layout, sampling, loss, checked.context)
@@ -432,7 +436,7 @@ def _describe_policy(policy: PolicyConfig) -> str:
 def _describe_dtype(checked: Checked) -> Iterator[str]:
     """Yield the dtype in which a run on this machine's CPU computes matrix products."""
     assert checked.topology
-    is_here = checked.topology.hbm == topologies.ANY_MEMORY and "gpu" not in checked.topology.name
+    is_here = checked.topology.kind in ("cpu", device_checks.NO_TOPOLOGY)
     if not is_here or jax.default_backend() != "cpu":
         return
     compute_dtype, names = checked.config.policy.compute_dtype, products.bfloat16_instructions()
@@ -531,7 +535,8 @@ def main(_) -> None:
     # Computing shapes creates a few small arrays. They go to the CPU so that no TPU is claimed.
     jax.config.update("jax_platforms", "cpu")
     flag_values = flags.FLAGS
-    checked = check(flag_values.config, flag_values.topology, flag_values.workdir)
+    devices = flag_values.topology or "", flag_values.workdir, flag_values.memory_gib
+    checked = check(flag_values.config, *devices)
     if checked.mistakes:
         print("\n".join([*checked.mistakes, *checked.missing, *checked.remarks]))
         sys.exit(entry.EXIT_CODE)
@@ -542,7 +547,7 @@ def main(_) -> None:
 
 if __name__ == "__main__":
     config_flags.DEFINE_config_file("config", None, "File, or name, of the run's config.")
-    flags.DEFINE_string("topology", "", "Devices: v5e-16, h100-1, ..., cpu:N or gpu:N.")
+    topologies.define_flags()
     flags.DEFINE_string("workdir", "", "Folder of the run, if there is one yet.")
     flags.mark_flag_as_required("config")
     entry.run_main(main)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,18 +14,20 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
 from spell_jax.sampler import kv_cache
 
+NO_TOPOLOGY = "no topology given"  # name of the fewest devices that a mesh can use
 
-def find_topology(name: str, mesh: Mapping[str, Any]) -> topologies.Topology:
-    """Find a slice or GPU, cpu:N or gpu:N; "" means the fewest devices that the mesh can use."""
-    named = re.fullmatch(r"(?:cpu|gpu):([1-9]\d*)", name)
-    if named or not name:
-        count, hosts = (int(named[1]), 1) if named else _fewest_devices(mesh)
-        memory, name = topologies.ANY_MEMORY, name or "no topology given"
-        return topologies.Topology(name, "", count, (count,), memory, "", count // hosts)
-    try:
-        return topologies.find(name, *topologies.PLANNED_ONLY, *topologies.GPUS)
-    except ValueError as error:
-        raise ValueError(f"{error}, cpu:N, gpu:N") from error
+
+def find_topology(name: str, memory_gib: float, mesh: Mapping[str, Any]) -> topologies.Topology:
+    """Find devices as topologies.find; "" means the fewest devices that the mesh can use."""
+    if name:
+        return topologies.find(name, memory_gib)
+    if memory_gib:
+        raise ValueError(
+            f"memory_gib = {memory_gib:g}: must not be given without topology = 'gpu:N' or 'cpu:N'"
+        )
+    count, hosts = _fewest_devices(mesh)
+    memory = topologies.ANY_MEMORY
+    return topologies.Topology(NO_TOPOLOGY, "", count, (count,), memory, "", count // hosts)
 
 
 def _fewest_devices(mesh: Mapping[str, Any]) -> tuple[int, int]:

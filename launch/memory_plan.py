@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import dataclasses
 from collections import Counter
@@ -290,13 +291,18 @@ class MemoryPlan:
             ("sampler.kv_cache_tokens", self._cached, SAMPLING, sampling),
             ("packing.token_budget", bucket.length, ("accumulate",), training),
         ):
-            rows = 0
-            while rows + shards <= _MOST_ROWS:
-                tried = self.changed(planned | {field: (rows + shards) * tokens}).needs
-                if any(n.total > self.topology.hbm for n in tried if n.program in names):
-                    break
-                rows += shards
-            largest_tokens[field] = rows * tokens
+
+            def is_too_much(rows: int, field=field, tokens=tokens, names=names) -> bool:
+                tried = self.changed(planned | {field: rows * tokens}).needs
+                return any(n.total > self.topology.hbm for n in tried if n.program in names)
+
+            # More rows take more memory. Doubled first, since plans of many rows take long.
+            bound = shards
+            while bound <= _MOST_ROWS and not is_too_much(bound):
+                bound *= 2
+            counts = range(shards, min(bound, _MOST_ROWS + 1), shards)
+            fitting = bisect.bisect(counts, False, lo=len(counts) // 2, key=is_too_much)
+            largest_tokens[field] = fitting * shards * tokens
         return largest_tokens
 
     @property

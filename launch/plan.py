@@ -2,6 +2,7 @@
 
     python -m launch.plan --config=configs/paper.py:qwen2.5-7b-instruct --topology=v5e-64 \
         --length=131072 [--policy=CONFIG.json] [--config.X=Y ...]
+    python -m launch.plan --config=configs/one_gpu.py:qwen2.5-0.5b-instruct-24gb --topology=l4:1
 
 memory_plan.py says what is exact and what is estimated. If everything fits, the largest batches
 that fit are printed, else the changes that help. The exit status is 0 or 1.
@@ -46,6 +47,9 @@ def describe_plan(plan: MemoryPlan) -> str:
         table(plan),
         "",
     ]
+    if plan.topology.hbm == topologies.ANY_MEMORY:
+        lines.append(f"How much memory {plan.topology.name} has is unknown (--memory_gib).")
+        return "\n".join(lines)
     if plan.fits:
         lines.append("All fits. The largest batches that do:")
         lines += [f"  --config.{name}={tokens}" for name, tokens in plan.largest().items()]
@@ -67,7 +71,8 @@ _WORKLOAD = (
 
 
 def define_flags() -> None:
-    """Define the flags of aot.py, --time and the assumptions about a step."""
+    """Define the flags of topologies.py and aot.py, --time and the assumptions about a step."""
+    topologies.define_flags()
     aot.define_flags()
     flags.DEFINE_boolean("time", False, "Print the seconds of a step instead.")
     flags.DEFINE_integer("tokens", 0, "Mean tokens of a reply; 0: a tenth of the cap.")
@@ -80,11 +85,12 @@ def define_flags() -> None:
 def main(_) -> None:
     jax.config.update("jax_platforms", "cpu")  # a few small arrays; no TPU is claimed for them
     flag_values = flags.FLAGS
-    config, policy, topology, length = aot.read_flags(*topologies.PLANNED_ONLY, *topologies.GPUS)
+    config, policy, topology, length = aot.read_flags()
     if flag_values.time:
         sizes: dict[str, Any] = {name: flag_values[name].value for name in _WORKLOAD}
         work = step_time.workload(config, length, **sizes)
         # Once a plan is built, a mistake of the user would end with a traceback.
+        step_time.machine(topology)
         dry_step.check(config, work)
         plan = MemoryPlan(config, policy, topology, length)
         print(step_time.describe_step(plan.programs, topology, work))

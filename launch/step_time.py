@@ -92,9 +92,9 @@ SHARES = {
     "v6e": _tpu(0.455),
     # Megatron-LM trains a trillion parameters with 52 % of the peak of 3,072 A100 (Narayanan et
     # al., arXiv 2104.04473, abstract). The other shares are assumed.
-    "a100": Shares(0.5, 0.52, _DECODE, _ATTENTION, _MEMORY, 0.65, _EXPERTS, 2e-6),
+    "a100-80": Shares(0.5, 0.52, _DECODE, _ATTENTION, _MEMORY, 0.65, _EXPERTS, 2e-6),
 }
-SHARES["l4"] = SHARES["a100"]  # assumed
+SHARES |= dict.fromkeys(("a100-40", "l4", "rtx3090", "rtx4090"), SHARES["a100-80"])  # assumed
 # Measured on an H200 (docs/performance.md): prefill of 1.5B, the update of 7B with remat "block",
 # and the mean of attention forward and backward, over 989 TFLOP/s. The other shares are assumed.
 SHARES |= dict.fromkeys(
@@ -192,7 +192,7 @@ def workload(
 
 def count_programs(programs: aot.RunPrograms, topology: topologies.Topology) -> ProgramCounts:
     """Return the counts of a run's programs on a slice or node."""
-    return ProgramCounts(programs, bool(topology.layout), len(topology.shape))
+    return ProgramCounts(programs, bool(topology.accelerator), len(topology.shape))
 
 
 def phases(
@@ -313,8 +313,8 @@ def tree_pairs(
 
 
 def machine(topology: topologies.Topology) -> Machine:
-    """Return the peaks and shares of a chip of a slice or node."""
-    return Machine(topologies.peaks(topology), SHARES[topology.generation])
+    """Return the peaks and shares of a chip; ValueError as topologies.peaks."""
+    return Machine(topologies.peaks(topology), SHARES[topology.kind])
 
 
 def format_phases(step: StepPhases, is_split: bool) -> str:

@@ -1,14 +1,25 @@
-"""TPU slices and NVIDIA GPUs to compile for, by the name under which they are rented."""
+"""Devices to plan and compile for, by name.
+
+    v5e-16       a TPU slice, by the name under which Google rents it
+    h100:8       GPUs of one machine: a kind of _GPUS, and their number
+    gpu:2 cpu:8  other devices of one machine; --memory_gib says how much memory each has
+
+launch.plan, launch.check and launch.aot take the same names. launch.aot compiles for slices, h100:1
+and h200:1.
+"""
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+from absl import flags
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType
 
@@ -20,12 +31,12 @@ ANY_MEMORY = sys.maxsize
 
 
 class Topology(NamedTuple):
-    """A TPU slice, one NVIDIA GPU, or other devices; `accelerator` is "" if not a slice.
+    """A TPU slice, or devices of one machine; `accelerator` is "" if not a slice.
 
     Programs can be compiled for it unless `layout` is "".
     """
 
-    name: str  # under which it is rented, such as "v5e-16"
+    name: str  # such as "v5e-16" or "h100:8"
     layout: str  # name in jax.experimental.topologies, such as "v5e:4x4"; "cuda" for a GPU
     chips: int  # each is one JAX device
     shape: tuple[int, ...]  # number of chips along each physical axis
@@ -38,8 +49,9 @@ class Topology(NamedTuple):
         return self.chips // (self.host_chips or self.chips)
 
     @property
-    def generation(self) -> str:
-        return self.name.partition("-")[0]
+    def kind(self) -> str:
+        """Kind of the chips: a key of _GENERATIONS or _GPUS, "gpu" or "cpu"."""
+        return self.name.partition("-" if self.accelerator else ":")[0]
 
 
 class Meshes(NamedTuple):
@@ -63,7 +75,7 @@ class Meshes(NamedTuple):
 
 
 # Slices that Google rents: generations with two physical axes (v5e, v6e) and with three (v4, v5p).
-_FLAT = ((2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8))
 # Generation -> prefix of the accelerator type, units per chip that names count (chips or
 # TensorCores, two per chip), usable GiB of a chip (as in the compiler's "exceeds available HBM
@@ -79,7 +91,7 @@ _GENERATIONS = {
 # ct5lp-hightpu-8t or ct6e-standard-8t, and larger slices have one machine for each four chips).
 _HOST_CHIPS, _LARGEST_HOST = 4, {"v5e": 8, "v6e": 8}
 # jax.Device.device_kind, for the generations that runtime.mesh.check_rollout_devices treats apart.
-_KINDS = {"v5e": "TPU v5 lite", "v6e": "TPU v6 lite"}
+_DEVICE_KINDS = {"v5e": "TPU v5 lite", "v6e": "TPU v6 lite"}
 
 
 class Peaks(NamedTuple):
@@ -92,19 +104,49 @@ class Peaks(NamedTuple):
 
 # Google Cloud's pages "TPU v4", "v5e", "v5p" and "v6e" (docs.cloud.google.com/tpu/docs/v5e): peak
 # compute, HBM bandwidth, and half of the bidirectional inter-chip bandwidth (v4: six links of 45
-# GB/s, How To Scale Your Model, part 2). NVIDIA's data sheets of the A100 80GB SXM, H100 SXM and
-# H200 SXM: bfloat16 without sparsity, HBM, half of NVLink's 600 and 900 GB/s; of the L4: half of
-# the 242 TFLOP/s with sparsity, GDDR6, half of PCIe's 64 GB/s.
-PEAKS = {
+# GB/s, How To Scale Your Model, part 2).
+_TPU_PEAKS = {
     "v4": Peaks(275e12, 1200e9, 270e9),
     "v5e": Peaks(197e12, 819e9, 200e9),
     "v5p": Peaks(459e12, 2765e9, 600e9),
     "v6e": Peaks(918e12, 1638e9, 400e9),
-    "a100": Peaks(312e12, 2039e9, 300e9),
-    "l4": Peaks(121e12, 300e9, 32e9),
-    "h100": Peaks(989e12, 3350e9, 450e9),
-    "h200": Peaks(989e12, 4800e9, 450e9),
 }
+
+
+class Gpu(NamedTuple):
+    """A kind of NVIDIA GPU.
+
+    Attributes:
+      memory: GiB that CUDA reports of one GPU.
+      peaks: peaks of one GPU.
+    """
+
+    memory: float
+    peaks: Peaks
+
+
+# Memory: what CUDA reports, less than the name says; the least that users' out-of-memory errors
+# show, since drivers and ECC take different parts ("GPU 0 has a total capacity of 22.03 GiB": an
+# L4; 23.52 and 23.68: RTX 4090 and 3090; 39.38: an A100 of 40 GB). H200: measured.
+# Peaks: NVIDIA's data sheets of the A100 40GB and 80GB SXM, H100 SXM, H200 SXM: bfloat16 without
+# sparsity, HBM, half of NVLink's 600 and 900 GB/s; of the L4: half of the 242 TFLOP/s with
+# sparsity, GDDR6, half of the 64 GB/s of PCIe; NVIDIA's Ada and Ampere GA102 whitepapers of the RTX
+# 4090 and 3090: bfloat16 with float32 sums and without sparsity, GDDR6X, half of PCIe's 64 GB/s.
+_GPUS = {
+    "a100-40": Gpu(39.38, Peaks(312e12, 1555e9, 300e9)),
+    "a100-80": Gpu(79.14, Peaks(312e12, 2039e9, 300e9)),
+    "h100": Gpu(79.11, Peaks(989e12, 3350e9, 450e9)),
+    "h200": Gpu(139.78, Peaks(989e12, 4800e9, 450e9)),
+    "l4": Gpu(22.03, Peaks(121e12, 300e9, 32e9)),
+    "rtx3090": Gpu(23.68, Peaks(71e12, 936e9, 32e9)),
+    "rtx4090": Gpu(23.52, Peaks(165e12, 1008e9, 32e9)),
+}
+_MACHINE_GPUS = 8  # most GPUs of a machine
+PEAKS = _TPU_PEAKS | {name: gpu.peaks for name, gpu in _GPUS.items()}
+# Share of a GPU's memory that a program may use. jax takes as much when a process starts, with
+# XLA_PYTHON_CLIENT_MEM_FRACTION=.92, and 75 % without; the remainder holds CUDA's own data.
+GPU_SHARE = 0.92
+_COMPILED_GPUS = ("h100:1", "h200:1")
 # Without this option, libtpu splits a v4 chip into two devices with half the memory each.
 _OPTIONS = {"v4": {"chip_config_name": "megacore"}}
 
@@ -126,21 +168,6 @@ def _slices():
 
 
 TOPOLOGIES = {topology.name: topology for topology in _slices()}
-# For estimates only: nodes of 8 A100 of 80 GB (the paper's; the driver reports 81,251 MiB) and of
-# 8 H100, and an L4, which has the least memory of the GPUs of 24 GB: the driver reports 23,034 MiB
-# (nvidia-smi, with ECC), beside 24,564 MiB of an RTX 4090.
-PLANNED_ONLY = (
-    Topology("a100-8", "", 8, (8,), 81_251 * 2**20, ""),
-    Topology("h100-8", "", 8, (8,), 81_008 * 2**20, ""),
-    Topology("l4-1", "", 1, (1,), 23_034 * 2**20, ""),
-)
-# One GPU each, with the memory that the driver offers to a process (H200: measured, by a limit of
-# 128.6 GiB at a share of .92). At the start of a process, jax takes 75 % of this memory, or the
-# share in XLA_PYTHON_CLIENT_MEM_FRACTION.
-GPUS = (
-    Topology("h100-1", "cuda", 1, (1,), 81_008 * 2**20, ""),
-    Topology("h200-1", "cuda", 1, (1,), 143_135 * 2**20, ""),
-)
 # What XLA's compiler asks a GPU's driver for, as text of its GpuTargetConfigProto: limits of CUDA
 # for compute capability 9.0 and numbers of NVIDIA's data sheets. Only the memory differs.
 _HOPPER = """
@@ -178,20 +205,81 @@ device_description_str: "{kind}"
 """
 
 
-def find(name: str, *extra_topologies: Topology) -> Topology:
-    """Return the slice, or one of `extra_topologies`, of that name.
+def define_flags() -> None:
+    """Define the flags that name devices."""
+    flags.DEFINE_string(
+        "topology",
+        None,
+        "Devices: v5e-16, v6e-1, h100:8, l4:1, gpu:N, cpu:N (launch/topologies.py).",
+    )
+    flags.DEFINE_float(
+        "memory_gib",
+        0.0,
+        "Memory of each device of gpu:N (as nvidia-smi reports it) or cpu:N; 0: unknown.",
+        lower_bound=0.0,
+    )
 
-    The ValueError of an unknown name lists the known ones.
+
+def find(name: str, memory_gib: float = 0.0) -> Topology:
+    """Return the devices of that name.
+
+    `memory_gib` is the memory of each device of "gpu:N" or "cpu:N"; 0 means unknown. ValueError for
+    an unknown name, with names like it, and for `memory_gib` of a device whose memory is known.
     """
-    known_topologies = TOPOLOGIES | {topology.name: topology for topology in extra_topologies}
-    if name not in known_topologies:
-        raise ValueError(f"topology = {name!r}: must be one of {', '.join(known_topologies)}")
-    return known_topologies[name]
+    if not 0 <= memory_gib < math.inf:
+        raise ValueError(f"memory_gib = {memory_gib}: must be GiB of memory, 0 if unknown")
+    kind, _, count = name.partition(":")
+    is_other = kind in ("gpu", "cpu")
+    if name in TOPOLOGIES:
+        topology = TOPOLOGIES[name]
+    elif re.fullmatch(r"[1-9]\d{0,5}", count) and (is_other or kind in _GPUS):
+        topology = _machine(kind, int(count), memory_gib)
+    else:
+        raise ValueError(f"topology = {name!r}: {_remedy(name)}")
+    if memory_gib and not is_other:
+        raise ValueError(
+            f"memory_gib = {memory_gib:g}: must not be given with topology = {name!r}, of known "
+            "memory; gpu:N and cpu:N take it"
+        )
+    return topology
+
+
+def _machine(kind: str, count: int, memory_gib: float) -> Topology:
+    """Make the topology of one machine's GPUs or CPU devices."""
+    name = f"{kind}:{count}"
+    if kind in _GPUS:
+        if count > _MACHINE_GPUS:
+            raise ValueError(
+                f"topology = {name!r}: must have at most {_MACHINE_GPUS} GPUs, those of one "
+                "machine; gpu:N with --memory_gib has no limit"
+            )
+        memory_gib = _GPUS[kind].memory
+    share = 1.0 if kind == "cpu" else GPU_SHARE
+    hbm = int(share * memory_gib * GIB) if memory_gib else ANY_MEMORY
+    return Topology(name, "cuda" if name in _COMPILED_GPUS else "", count, (count,), hbm, "")
+
+
+def _remedy(name: str) -> str:
+    """Return what may stand in place of an unknown name: names like it, and the forms of all."""
+    gpus = [f"{kind}:{count}" for kind in _GPUS for count in (1, 2, 4, 8)]
+    close_names = difflib.get_close_matches(name, [*TOPOLOGIES, *gpus], 3)
+    hint = f"did you mean {' or '.join(close_names)}? It " if close_names else ""
+    slices = []
+    for generation in _GENERATIONS:
+        first, *_, last = (name for name in TOPOLOGIES if name.startswith(f"{generation}-"))
+        slices.append(f"{first} to {last}")
+    machines = [f"{kind}:N" for kind in (*_GPUS, "gpu", "cpu")]
+    return f"{hint}must be a slice ({', '.join(slices)}) or one of {', '.join(machines)}"
 
 
 def peaks(topology: Topology) -> Peaks:
-    """Return the peaks of a chip of a slice or node that `find` returned."""
-    return PEAKS[topology.generation]
+    """Return the peaks of a chip; ValueError if they are not known."""
+    if topology.kind not in PEAKS:
+        raise ValueError(
+            f"topology = {topology.name!r}: no speed of such devices is known, must be a slice or "
+            f"one of {', '.join(f'{kind}:N' for kind in _GPUS)}"
+        )
+    return PEAKS[topology.kind]
 
 
 def abstract_mesh(topology: Topology, shape: Mapping[str, int]) -> AbstractMesh:
@@ -219,8 +307,8 @@ def abstract_meshes(topology: Topology, section: RunMeshConfig) -> Meshes:
 
 def check_split(topology: Topology, rollout_devices: int) -> None:
     """Raise ValueError unless the hosts of a topology can have as many sampling devices."""
-    hosts, kind = topology.hosts, _KINDS.get(topology.generation, "")
-    meshes.check_rollout_devices(rollout_devices, topology.chips // hosts, hosts, kind)
+    hosts, device_kind = topology.hosts, _DEVICE_KINDS.get(topology.kind, "")
+    meshes.check_rollout_devices(rollout_devices, topology.chips // hosts, hosts, device_kind)
 
 
 def make_meshes(topology: Topology, section: RunMeshConfig) -> Meshes:
@@ -242,6 +330,8 @@ def describe(topology: Topology, run_meshes: Meshes) -> str:
     """Format name, number of devices, memory and meshes on one line."""
     is_known = topology.hbm < ANY_MEMORY
     memory = f"{topology.hbm / GIB:.2f} GiB each" if is_known else "unknown memory"
+    if is_known and topology.kind in ("gpu", *_GPUS):
+        memory += f" with XLA_PYTHON_CLIENT_MEM_FRACTION={GPU_SHARE:.2}"
     plural = "s" * (topology.chips > 1)
     layout = f"mesh {describe_mesh(run_meshes.training)}"
     if run_meshes.are_split:
@@ -259,8 +349,14 @@ def describe_mesh(mesh: Any) -> str:
 def devices(topology: Topology) -> list[Any]:
     """Get the devices of a slice or GPU from its compiler; they hold no arrays and run nothing.
 
-    Raises ModuleNotFoundError if the compiler is not installed.
+    Raises ValueError if nothing compiles for the topology here, ModuleNotFoundError if the compiler
+    is not installed.
     """
+    if not topology.layout:
+        raise ValueError(
+            f"topology = {topology.name!r}: nothing compiles for it here, must be a TPU slice or "
+            f"{' or '.join(_COMPILED_GPUS)}; launch.plan and launch.check estimate its memory"
+        )
     # Random keys and constants must be computed on the CPU although the compiler is installed.
     jax.config.update("jax_platforms", "cpu")
     return _gpu_devices(topology) if topology.layout == "cuda" else _tpu_devices(topology)
@@ -282,7 +378,7 @@ def _tpu_devices(topology: Topology) -> list[Any]:
         raise ModuleNotFoundError(
             "compiling for TPUs needs libtpu: pip install -e '.[tpu]' (no TPU is needed)"
         ) from error
-    options: dict[str, Any] = dict(_OPTIONS.get(topology.generation, {}))
+    options: dict[str, Any] = dict(_OPTIONS.get(topology.kind, {}))
     if topology.hosts == 1:  # else libtpu puts four chips on a host
         options["chips_per_host_bounds"] = [*topology.shape, 1, 1][:3]
     description = topologies.get_topology_desc(
@@ -293,9 +389,9 @@ def _tpu_devices(topology: Topology) -> list[Any]:
 
 def _gpu_devices(topology: Topology) -> list[Any]:
     """Get the GPU from jax's plugin for CUDA 13, which needs no driver to compile."""
-    kind = f"NVIDIA {topology.generation.upper()}"
-    bandwidth = int(peaks(topology).memory)
-    target = _HOPPER.format(kind=kind, memory=topology.hbm, bandwidth=bandwidth)
+    name, gpu = f"NVIDIA {topology.kind.upper()}", _GPUS[topology.kind]
+    memory, bandwidth = int(gpu.memory * GIB), int(gpu.peaks.memory)
+    target = _HOPPER.format(kind=name, memory=memory, bandwidth=bandwidth)
     try:
         import jax_cuda13_plugin  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
@@ -304,6 +400,6 @@ def _gpu_devices(topology: Topology) -> list[Any]:
             "(no GPU is needed)"
         ) from error
     description = topologies.get_topology_desc(
-        platform="cuda", topology_name=topology.name, topology="1x1x1", target_config=target
+        platform="cuda", topology_name=name, topology="1x1x1", target_config=target
     )
     return list(description.devices)

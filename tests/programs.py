@@ -25,7 +25,7 @@ def compile_for_gpu(f, *args) -> jax.stages.Compiled:
     pytest.importorskip(
         "jax_cuda13_plugin", reason="compiling for NVIDIA GPUs needs jax-cuda13-plugin"
     )
-    mesh = jax.sharding.Mesh(topologies.devices(topologies.GPUS[0]), "x")
+    mesh = jax.sharding.Mesh(topologies.devices(topologies.find("h100:1")), "x")
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), args)
     with jax.set_mesh(mesh):

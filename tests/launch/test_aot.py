@@ -441,7 +441,7 @@ def test_every_phase_compiles_for_a_gpu(tmp_path):
     pytest.importorskip(
         "jax_cuda13_plugin", reason="compiling for NVIDIA GPUs needs jax-cuda13-plugin"
     )
-    (_, _, _, accumulate, _) = compiled_programs(tmp_path, "h100-1")
+    (_, _, _, accumulate, _) = compiled_programs(tmp_path, "h100:1")
     assert accumulate["bytes"]["peak"] > accumulate["bytes"]["arguments"]
 
 

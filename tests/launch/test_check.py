@@ -166,15 +166,17 @@ def test_adapters_over_an_int8_base_are_described_and_planned_on_a_gpu() -> None
     fields = {"policy.lora_rank": 16, "policy.base_dtype": "int8", "mesh.fsdp": 1}
     sizes = {"packing.token_budget": 20_480, "sampler.kv_cache_tokens": 114_688}
     config.update_from_flattened_dict(fields | sizes)
-    checked = check.check(config, topology="l4-1")
+    checked = check.check(config, topology="l4:1")
     assert checked.mistakes == []
     text = check.describe(checked)
     adapters = 16 * 28 * (4 * (3584 + 3584) - 2 * (3584 - 512) + 3 * (3584 + 18_944))
     total = 7_615_616_512 + adapters
     assert f"{total:,} parameters, of which {adapters:,} in adapters are trained over an i" in text
-    assert "devices  l4-1: 1 device, 22.49 GiB each" in text
+    assert (
+        "devices  l4:1: 1 device, 20.27 GiB each with XLA_PYTHON_CLIENT_MEM_FRACTION=0.92" in text
+    )
     config.policy.base_dtype = "compute"
-    (mistake,) = check.check(config, topology="l4-1").mistakes
+    (mistake,) = check.check(config, topology="l4:1").mistakes
     assert "must be more, or mesh.context or mesh.tensor, or policy.base_dtype 'int8'" in mistake
 
 
@@ -357,8 +359,8 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"mesh.fsdp": 3}, "cpu:8", r"mesh = .*: cannot be laid out on 8 devices"),
     ({"mesh.fsdp": 4}, "gpu:8", r"mesh = .*: makes 4 devices, but there are 8"),
     ({"mesh.rows": "all"}, "", r"mesh.rows: no such field, must be one of"),
-    ({}, "v5e-12", r"topology = 'v5e-12': must be one of .*v5e-16, .*, cpu:N, gpu:N"),
-    ({}, "cpu:0", r"topology = 'cpu:0': must be one of"),
+    ({}, "v5e-12", r"topology = 'v5e-12': did you mean .* one of .*, l4:N, .*, cpu:N"),
+    ({}, "cpu:0", r"topology = 'cpu:0': .*must be a slice"),
     (
         {"policy.base_dtype": "int8"},
         "",

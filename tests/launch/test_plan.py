@@ -205,6 +205,13 @@ def test_largest_batches_fit_and_one_more_row_does_not() -> None:
     )
 
 
+def test_unknown_memory_is_said_and_nothing_is_compared() -> None:
+    memory_plan = _plan("Qwen2.5-7B", "16K", "gpu:8", "mesh.fsdp=8")
+    text = plan.describe_plan(memory_plan)
+    assert memory_plan.fits and "unknown memory" in text
+    assert text.endswith("\nHow much memory gpu:8 has is unknown (--memory_gib).")
+
+
 def test_rows_longer_than_the_configured_budget_are_planned() -> None:
     memory_plan = _plan(
         "Qwen2.5-7B", "128K", "v5e-16", "mesh.context=16", **{"packing.token_budget": 51_200}
@@ -255,13 +262,13 @@ def _adapted(topology: str, **fields: Any) -> MemoryPlan:
     changes = {"mesh.fsdp": 1, "policy.lora_rank": 16, "policy.base_dtype": "int8"}
     noise.with_fields(config, changes | fields)
     policy = dataclasses.replace(QWEN, lora=LoraConfig(16, base_dtype="int8"), remat="block")
-    place = topologies.find(topology, *topologies.PLANNED_ONLY, *topologies.GPUS)
+    place = topologies.find(topology)
     bucket = packing.Bucket(20_480, 4096)  # a prompt with one answer; other answers get more rows
     return MemoryPlan(config, policy, place, 16_384, bucket)
 
 
 def test_int8_base_of_a_7b_takes_less_than_8_2_gb() -> None:
-    programs = _adapted("l4-1").programs
+    programs = _adapted("l4:1").programs
     layer = 2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18_944
     kernels, outputs = 28 * layer, 28 * (3 * 3584 + 2 * 512 + 2 * 18_944)
     norms, biases = 57 * 3584, 28 * (3584 + 2 * 512)
@@ -275,7 +282,7 @@ def test_int8_base_of_a_7b_takes_less_than_8_2_gb() -> None:
     for name in ("prefill", "decode"):
         weights, *_ = programs.program(name).arguments
         assert aot.bytes_per_chip(weights) == expected + aot.bytes_per_chip(programs.trained)
-    with_kl = _adapted("l4-1", **{"loss.kl_weight": 0.1})
+    with_kl = _adapted("l4:1", **{"loss.kl_weight": 0.1})
     weights = {need.program: need.parts["weights"] for need in with_kl.needs}
     copy = aot.bytes_per_chip(programs.state.params)
     adapters = aot.bytes_per_chip(programs.trained)
@@ -285,18 +292,17 @@ def test_int8_base_of_a_7b_takes_less_than_8_2_gb() -> None:
 @pytest.mark.parametrize(
     ("topology", "fields"),
     [
-        ("l4-1", {"packing.token_budget": 20_480, "sampler.kv_cache_tokens": 114_688}),
-        ("h100-1", {}),
+        ("l4:1", {"packing.token_budget": 20_480, "sampler.kv_cache_tokens": 114_688}),
+        ("h100:1", {}),
     ],
 )
 def test_adapters_of_a_7b_at_16k_tokens_fit_one_gpu(topology: str, fields: dict[str, Any]) -> None:
     memory_plan = _adapted(topology, **fields)
-    # As jax takes .92 of the memory that the driver reports, see the docs.
-    assert memory_plan.worst.total < 0.92 * memory_plan.topology.hbm
+    assert memory_plan.fits
     policy = dataclasses.replace(memory_plan.policy, lora=LoraConfig(16))
     arguments = memory_plan.topology, memory_plan.length, memory_plan.bucket
     plain = MemoryPlan(memory_plan.config, policy, *arguments)
-    assert plain.fits == (topology == "h100-1")
+    assert plain.fits == (topology == "h100:1")
     assert plain.worst.total - memory_plan.worst.total > 6 * GIB
     assert "--config.policy.base_dtype=int8" in dict(plain.helpful())
 

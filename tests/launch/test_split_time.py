@@ -27,7 +27,7 @@ def make_plan(topology: str, length: int = 2048, **fields: Any) -> MemoryPlan:
     config = paper.get_config("qwen2.5-7b-instruct")
     noise.with_fields(config, SMALL | fields)
     policy = dataclasses.replace(SHAPES["7B"], remat=config.policy.remat)
-    return MemoryPlan(config, policy, topologies.find(topology, *topologies.PLANNED_ONLY), length)
+    return MemoryPlan(config, policy, topologies.find(topology), length)
 
 
 # ------------------------------------------------------------------------------------------- Loop
@@ -106,13 +106,13 @@ def test_freed_devices_are_on_fsdp_or_data() -> None:
 
 
 def test_axes_shrink_where_they_do_not_divide_the_devices() -> None:
-    *_, quarter, _ = split_time.layouts(make_plan("a100-8", **{"mesh.tensor": 4}))
+    *_, quarter, _ = split_time.layouts(make_plan("a100-80:8", **{"mesh.tensor": 4}))
     assert sizes(quarter, "mesh") == {"data": 3, "tensor": 2}
     assert sizes(quarter, "mesh.rollout") == {"tensor": 2}
 
 
 def test_split_of_the_config_has_a_layout_of_its_own() -> None:
-    base = make_plan("a100-8", **SPLIT, **{"mesh.tensor": 2, "mesh.fsdp": 1, "mesh.data": 3})
+    base = make_plan("a100-80:8", **SPLIT, **{"mesh.tensor": 2, "mesh.fsdp": 1, "mesh.data": 3})
     shared, two_of_eight, even, three_quarters = split_time.layouts(base)
     assert (
         sizes(shared, "mesh") == {"fsdp": 4, "tensor": 2}
@@ -131,7 +131,7 @@ def test_slices_without_parts_have_the_shared_layout_alone() -> None:
     assert next(layouts).staleness == (0,)
     with pytest.raises(ValueError, match=r"mesh.rollout_devices = 2: must be 0 on 4 hosts of TPU"):
         next(layouts)
-    assert len([*split_time.layouts(make_plan("l4-1"))]) == 1  # one GPU
+    assert len([*split_time.layouts(make_plan("l4:1"))]) == 1  # one GPU
 
 
 def test_transfer_takes_the_gather_and_the_copies() -> None:
@@ -207,7 +207,7 @@ def test_layout_that_the_run_cannot_have_is_a_line_of_its_own(monkeypatch: Any) 
 @pytest.mark.slow
 def test_rollout_and_update_take_longer_on_fewer_devices(monkeypatch: Any) -> None:
     monkeypatch.setattr(split_time, "DRY_STEPS", 1)
-    base = make_plan("a100-8", **{"mesh.tensor": 4, "sampler.kv_cache_tokens": 2**20})
+    base = make_plan("a100-80:8", **{"mesh.tensor": 4, "sampler.kv_cache_tokens": 2**20})
     rows, _ = read(split_time.describe(base, step_time.workload(base.config, 2048)))
     shared, half, quarter = (
         [float(cell) for cell in rows[f"{name}, staleness 1"][:4]]

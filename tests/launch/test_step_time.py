@@ -53,7 +53,7 @@ def _programs(
     folder = config.policy.folder
     policy = next(shape for name, shape in SHAPES.items() if name in folder)
     policy = dataclasses.replace(policy, remat=config.policy.remat)
-    place = topologies.find(topology, *topologies.PLANNED_ONLY)
+    place = topologies.find(topology)
     mesh, rollout_mesh = topologies.abstract_meshes(place, aot.read_mesh(config))
     return aot.RunPrograms(config, policy, mesh, length, rollout_mesh=rollout_mesh)
 
@@ -61,7 +61,7 @@ def _programs(
 def _phases(topology: str, length: int = 4096, **fields: Any) -> dict[str, Phase]:
     programs = _programs(topology, length=length, **fields)
     work = step_time.workload(programs.config, length)
-    place = topologies.find(topology, *topologies.PLANNED_ONLY)
+    place = topologies.find(topology)
     counts = step_time.count_programs(programs, place)
     step = step_time.phases(counts, place, work)
     return {phase.name: phase for phase in step.rollout + step.update}
@@ -208,14 +208,15 @@ def test_documented_seconds_are_within_15_percent_of_the_model(row: list[str]) -
         (["--answered=2"], "error: answered = 2.0: must be above 0, at most 1"),
         (["--documents=0"], "error: documents = 0: must be at least 1"),
         (["--documents=99"], "error: length = 1024: must be at least "),
-        (["--topology=a100-9"], "error: topology = 'a100-9': must be one of"),
+        (["--topology=a100:8"], "error: topology = 'a100:8': did you mean "),
+        (["--topology=gpu:8"], "error: topology = 'gpu:8': no speed of such devices is known, mu"),
         ([], ""),
     ],
 )
 def test_command_prints_a_table_or_one_line(tmp_path, flags: list[str], message: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SHAPES["7B"].to_hf()))
-    command = [sys.executable, "-m", "launch.plan", "--time", "--topology=a100-8"]
+    command = [sys.executable, "-m", "launch.plan", "--time", "--topology=a100-80:8"]
     command += ["--config=configs/paper.py:qwen2.5-7b-instruct", f"--policy={path}"]
     command += ["--length=1024", "--config.algorithm.generation_batch=8", *flags]
     process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
