@@ -53,7 +53,7 @@ class ReconstructionConfig(AlgorithmConfig):
     Attributes:
       documents: documents per step, one puzzle each [paper: prompt batch size].
       group_size: G, answers to a puzzle.
-      reward: "dense" (1) or "sparse" (2).
+      order_reward: reward of an order of the options, "dense" (1) or "sparse" (2).
       options: possible values of K, the number of options.
       option_weights: proportion of each value over the run. The paper prints 3:3:5 for four
         values; its 14,000 documents and section 5.3 suggest 3:3:3:5.
@@ -79,7 +79,7 @@ class ReconstructionConfig(AlgorithmConfig):
     name: str = "reconstruction"
     documents: int = 128
     group_size: int = 8
-    reward: str = "dense"
+    order_reward: str = "dense"
     options: tuple[int, ...] = (2, 4, 6, 8)
     # The paper prints three proportions for four values (docs/algorithms.md, "Mixture").
     option_weights: tuple[float, ...] = (3.0, 3.0, 3.0, 5.0)
@@ -99,7 +99,7 @@ class ReconstructionConfig(AlgorithmConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice(self, "algorithm.", reward=tuple(REWARDS), selection=clusters.SELECTIONS)
+        check_choice(self, "algorithm.", order_reward=tuple(REWARDS), selection=clusters.SELECTIONS)
         check_least(
             self, "algorithm.", documents=1, group_size=2, most_documents=0, min_paragraph=1
         )
@@ -238,7 +238,7 @@ class Reconstruction:
     ) -> ReconstructionEpisode:
         if reply is None:
             return replace(episode, dropped_texts=dropped)
-        reward, truth = REWARDS[self.config.reward], episode.posed.truth
+        reward, truth = REWARDS[self.config.order_reward], episode.posed.truth
         orders = tuple(puzzles.parse_order(text, episode.options) for text in reply.scored_texts)
         scores = tuple(reward(order, truth) for order in orders)
         return replace(

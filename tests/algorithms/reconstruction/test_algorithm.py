@@ -204,7 +204,7 @@ def test_documents_are_selected_by_length():
 
 @pytest.mark.parametrize("reward", ["dense", "sparse"])
 def test_rewards_and_training_groups_match_the_parsed_orders(reward):
-    algorithm, _, episodes = run(reward=reward, documents=24, steps=1)
+    algorithm, _, episodes = run(order_reward=reward, documents=24, steps=1)
     rows = {read(group)[0]: (group, read(group)) for group in to_groups(algorithm, episodes)}
     partly = 0
     for e in episodes:
@@ -273,7 +273,12 @@ def test_metrics_of_perfect_and_silent_policies():
 
 def test_guessing_policy_earns_chance_level_rewards():
     algorithm, _, episodes = run(
-        guessing, documents=24, group_size=60, steps=1, reward="sparse", option_weights=(1,) * 4
+        guessing,
+        documents=24,
+        group_size=60,
+        steps=1,
+        order_reward="sparse",
+        option_weights=(1,) * 4,
     )
     means = algorithm.metrics(episodes).means()
     for k in (2, 4, 6, 8):
@@ -412,7 +417,7 @@ def test_algorithm_resumes_from_state_dict():
     [
         ("documents", 0, "at least 1"),
         ("group_size", 1, "at least 2"),
-        ("reward", "thick", r"one of \('dense', 'sparse'\)"),
+        ("order_reward", "thick", r"one of \('dense', 'sparse'\)"),
         ("options", (), "different numbers from 2 to 8"),
         ("options", (1, 2, 3, 4), "different numbers from 2 to 8"),
         ("options", (2, 4, 6, 9), "different numbers from 2 to 8"),
@@ -433,7 +438,7 @@ def test_invalid_config_field_is_named_in_the_error(field, value, requirement):
 
 def test_defaults_match_the_paper():
     paper = ReconstructionConfig()
-    assert (paper.documents, paper.group_size, paper.reward) == (128, 8, "dense")
+    assert (paper.documents, paper.group_size, paper.order_reward) == (128, 8, "dense")
     assert dict(zip(paper.options, paper.option_weights, strict=True)) == {2: 3, 4: 3, 6: 3, 8: 5}
     assert paper.curriculum and paper.selection == "longest" and config().documents == 6
     assert paper.validation_puzzles * len(paper.options) == 500
