@@ -190,9 +190,11 @@ def _check_data(checked: Checked, run: RunConfig, tokenizer: Any) -> None:
     attempt("algorithm.prompts", run.algorithm.load_prompts)
     data, algorithm = checked.section("data"), checked.section("algorithm")
     with _logged_warnings() as skipped:
-        for name in ("questions", "validation"):
-            path, field = getattr(data, name, ""), f"data.{name}"
-            if path and algorithm:
+        if data and algorithm:
+            if data.questions:
+                attempt("data.questions", algorithm.read_questions, data.questions)
+            if path := data.validation:
+                field = "data.validation"
                 attempt(field, read_scorable, path, field, algorithm.extract, algorithm.rule)
         if None not in (tokenizer, checked.section("sampler"), data, algorithm):
             context = attempt("data.source", make_context, run, tokenizer)
@@ -406,6 +408,7 @@ def describe(checked: Checked) -> str:
         "devices": [topologies.describe(checked.topology, checked.meshes)],
         "dtype": _describe_dtype(checked),
         "a step": _describe_step(run),
+        "reward": filter(None, [run.algorithm.reward_summary()]),
         "trained": _describe_update(checked, run),
         "memory": [above, *plan.table(checked.plan).splitlines()],
         "writes": [_describe_files(checked)],

@@ -32,7 +32,9 @@ TEMPLATES = measurements.read_templates()
 MODULES = commands.find()
 EXTERNAL = frozenset(["pip", "python3", "python3.11", "zcat", "jq", "mkdir", "cp", "cat", "echo"])
 RUNS = ("spell_jax.train", "spell_jax.sft")  # modules whose configs are checked whole
-ABSENT = re.compile(r"[\w.]*(folder|source|questions|validation|tokenizer|init_from) = '.+?'")
+# Fields that may name a file, a folder or a module that is not there.
+FILES = r"folder|source|questions|validation|tokenizer|init_from|algorithm\.reward"
+ABSENT = re.compile(rf"[\w.]*({FILES}) = '.+?'")
 
 
 def read_config(arguments: list[str]) -> object:

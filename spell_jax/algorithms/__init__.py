@@ -7,6 +7,7 @@ Public names:
   episode.QuestionEpisode, episode.responder_groups: an episode and GRPO groups to start from.
   registry.ALGORITHMS, registry.read_algorithm: algorithms by name, with their configs.
   config.AlgorithmConfig: fields of all algorithms.
+  own_reward.RewardInput: one answer, as the user's reward function reads it.
   held_out.Evaluation, held_out.HeldOut: what a held-out evaluation implements, and its one class.
 
 Must not import: `trainer`, the module config.py above it, and entry points.

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from spell_jax.algorithms.own_reward import RewardFunction
 from spell_jax.data.clusters import Cluster, ClusterSource
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
@@ -39,6 +40,7 @@ class AlgorithmContext:
       deal: function from clusters to a stream of them, by the run's tasks, weights and seed.
       questions: function that reads config.data.questions.
       judge: external judge; None if algorithm.rule has none.
+      reward: the user's reward function; None if algorithm.reward names none.
       teacher_prompt: function from a prompt's text to token ids, for the teacher of
         loss.distillation_weight; None without a teacher.
     """
@@ -53,6 +55,7 @@ class AlgorithmContext:
     deal: Callable[[ClusterSource], TaskStream]
     questions: Callable[[], tuple[Question, ...]]
     judge: JudgeFunction | None = None
+    reward: RewardFunction | None = None
     teacher_prompt: Callable[[str], Sequence[int]] | None = None
 
 

@@ -6,12 +6,15 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from spell_jax.algorithms.own_reward import OwnReward
+from spell_jax.data.questions import Question
 from spell_jax.learner.advantages import group_advantages
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.runtime.config import check_choice, naming
 from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import prompts, rules
+from spell_jax.selfplay.given_questions import read_scorable
 from spell_jax.selfplay.verdicts import JUDGE_RULES, JUDGE_TEMPLATES
 
 # Comparisons of texts, or questions to an external judge.
@@ -85,6 +88,14 @@ class AlgorithmConfig:
         """Read the prompt templates; ValueError if they are not there or damaged."""
         with naming("algorithm.prompts", self.prompts):
             return prompts.load(self.prompts)
+
+    def load_reward(self) -> OwnReward | None:
+        """Import the user's reward function; None without one, ValueError if it is not there."""
+        return None
+
+    def read_questions(self, path: str) -> tuple[Question, ...]:
+        """Read data.questions; log and skip questions that no answer can solve."""
+        return read_scorable(path, "data.questions", self.extract, self.rule)
 
     def read_answers(self, texts: Sequence[str], task: str) -> tuple[str | None, ...]:
         """Extract the answer that each text states; None where there is none."""
@@ -172,6 +183,10 @@ class AlgorithmConfig:
 
     def budget_summary(self) -> str:
         return "a step asks for"
+
+    def reward_summary(self) -> str:
+        """Describe the user's reward function, for launch.check; "" without one."""
+        return ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,6 +84,7 @@ def read_algorithm(section: Mapping[str, Any], needs_judge: bool = True) -> Algo
     if needs_judge:
         algorithm.check_judge()
     find_evaluation(algorithm)
+    algorithm.load_reward()
     return algorithm
 
 

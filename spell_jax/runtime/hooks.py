@@ -26,10 +26,25 @@ def is_hook(value: str) -> bool:
 
 
 def load(field: str, value: str) -> Callable[..., Any]:
+    """Import the function as `find`; its errors also get field and value.
+
+    The errors are ValueError, OSError and ImportError. Any other error of the function is a bug
+    there and passes with its traceback.
+    """
+    hook = find(field, value)
+
+    @functools.wraps(hook)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        with naming(field, value):
+            return hook(*arguments, **keywords)
+
+    return call
+
+
+def find(field: str, value: str) -> Callable[..., Any]:
     """Import the function that a field names; ValueError with field, value and remedy.
 
-    A ValueError, OSError or ImportError that the function raises also gets field and value. Any
-    other error, of the module or of the function, is a bug there and passes with its traceback.
+    Any other error of the module than ImportError is a bug there and passes with its traceback.
     """
     if not is_hook(value):
         raise ValueError(f"{field} = {value!r}: must be {FORM}")
@@ -45,10 +60,4 @@ def load(field: str, value: str) -> Callable[..., Any]:
     hook = getattr(module, name)
     if not callable(hook):
         raise ValueError(f"{field} = {value!r}: is {type(hook).__name__}; must name a function")
-
-    @functools.wraps(hook)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        with naming(field, value):
-            return hook(*arguments, **keywords)
-
-    return call
+    return hook

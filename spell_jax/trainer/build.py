@@ -30,7 +30,6 @@ from spell_jax.runtime.config import Config
 from spell_jax.runtime.log.run_logger import PhaseTimer
 from spell_jax.sampler.engine import Sampler, SamplerConfig
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.given_questions import read_scorable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,10 +129,7 @@ def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
 
     @functools.cache
     def questions() -> tuple[Question, ...]:
-        if not data.questions:
-            return ()
-        algorithm = config.algorithm
-        return read_scorable(data.questions, "data.questions", algorithm.extract, algorithm.rule)
+        return config.algorithm.read_questions(data.questions) if data.questions else ()
 
     def deal(source: clusters.ClusterSource) -> stream.TaskStream:
         random_tasks = data.task_choice == "random"
@@ -153,6 +149,7 @@ def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
         deal=deal,
         questions=questions,
         judge=_make_judge(config.algorithm, prompts),
+        reward=config.algorithm.load_reward(),
         teacher_prompt=tokenizer.chat if config.loss.distillation_weight else None,
     )
 

@@ -217,6 +217,7 @@ def _accepted(episode: type[SpellEpisode], question: Question, cluster: Cluster)
         status="accepted",
         question=question.question,
         reference=question.answer,
+        references=question.right,
         own_reference=question.answer,
     )
 

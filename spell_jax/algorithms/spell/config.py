@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from spell_jax.algorithms.config import AlgorithmConfig, RolloutBudget
+from spell_jax.algorithms.own_reward import FIELD, OwnReward
 from spell_jax.algorithms.spell.sections import (
     PROGRESS,
     READER,
@@ -17,6 +19,7 @@ from spell_jax.algorithms.spell.sections import (
     VerifierConfig,
     WriterConfig,
 )
+from spell_jax.data.questions import Question, read_questions
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.runtime.config import check_least
 from spell_jax.sampler.config import SamplerConfig
@@ -130,6 +133,10 @@ class VerifiedConfig(QuestionsConfig):
       max_generations: most rounds of a step. After them the update uses the questions there are.
       group_size: G, answers to a question.
       keep_surplus: whether all questions with mixed rewards are trained on, beyond `questions`.
+      reward: rewards of the answers by a function of your own, `MODULE:FUNCTION` (a RewardFunction
+        of algorithms/own_reward.py); "": by `responder`. With a function, `rule` and verifier
+        decide no reward: the function reads their scores. `responder.reward` then says only whether
+        a verifier votes ("max") or not ("rule").
       responder: rewards of the answers.
       verifier: votes on the answers.
     """
@@ -138,6 +145,7 @@ class VerifiedConfig(QuestionsConfig):
     max_generations: int = 10
     group_size: int = 8
     keep_surplus: bool = False
+    reward: str = ""
     responder: ResponderConfig = ResponderConfig()
     verifier: VerifierConfig = VerifierConfig()
 
@@ -152,7 +160,30 @@ class VerifiedConfig(QuestionsConfig):
                 f"algorithm.verifier.max_tokens = {self.verifier.max_tokens}: must not be above "
                 f"sampler.max_tokens = {sampler.max_tokens}"
             )
+        if self.reward:
+            yield from self.responder.reward_conflicts()
         yield from super().conflicts(sampler, loss)
+
+    @property
+    def reward_bounds(self) -> tuple[float, float]:
+        """Least and largest reward that a function of the user's may return."""
+        # Groups compare rewards with their mean, so any finite numbers will do.
+        return -math.inf, math.inf
+
+    def load_reward(self) -> OwnReward | None:
+        return OwnReward.load(self.reward, self.reward_bounds) if self.reward else None
+
+    def read_questions(self, path: str) -> tuple[Question, ...]:
+        # The function may reward answers where the rule cannot read the question's answer.
+        if self.reward:
+            return read_questions(path, "data.questions")
+        return super().read_questions(path)
+
+    def reward_summary(self) -> str:
+        if not self.reward:
+            return ""
+        votes = "a verifier votes" if self.has_verifier else "no verifier votes"
+        return f"{FIELD} = {self.reward!r} rewards the answers, {votes}"
 
     @property
     def has_verifier(self) -> bool:
@@ -211,6 +242,11 @@ class SpellConfig(VerifiedConfig):
     @property
     def examines_known(self) -> bool:
         return self.questioner.memory > 0
+
+    @property
+    def reward_bounds(self) -> tuple[float, float]:
+        # The questioner is rewarded for the mean, as a share of right answers (7).
+        return 0.0, 1.0
 
     def renewed_copies(self, step: int) -> Sequence[str]:
         is_due = self.reader.refresh and step % self.reader.refresh == 0

@@ -40,6 +40,7 @@ class SpellEpisode(QuestionEpisode):
       leaked: whether it did.
       proposal: the questioner's reply.
       hidden: sentence of a cloze question, which nobody reads but its questioner.
+      references: all right answers to a given question; (): only `reference`.
       own_reference: the questioner's reference answer; `reference` may be the frozen reader's.
       blind: extracted answers to the question without documents.
       blind_stated: words of these answers that an external judge reads.
@@ -61,6 +62,7 @@ class SpellEpisode(QuestionEpisode):
     leaked: bool = False
     proposal: Reply | None = field(default=None, metadata=recorded(write=only_text))
     hidden: str = field(default="", metadata=recorded(omit_empty=True))
+    references: tuple[str, ...] = ()
     own_reference: str = field(default="", metadata=recorded())
     blind: tuple[str | None, ...] = field(default=(), metadata=recorded())
     blind_stated: tuple[str | None, ...] = ()
