@@ -325,7 +325,8 @@ def _plan(checked: Checked, run: RunConfig) -> MemoryPlan:
         bucket = max(layout.listed, key=tokens.__getitem__)
     else:
         answers = sum(group.answer_tokens for group in longest_groups(run.algorithm, run.sampler))
-        answers = min(answers, bucket.length)
+        # Without budgets the number of answers is unknown: they may fill the row.
+        answers = min(answers or bucket.length, bucket.length)
         bucket = shapes.bucket_for(bucket.length, answers, checked.context)
     length = config.sampler.max_prompt
     return MemoryPlan(config, checked.policy, checked.topology, length, bucket)
@@ -454,8 +455,13 @@ def _describe_dtype(checked: Checked) -> Iterator[str]:
 
 def _describe_step(run: RunConfig) -> Iterator[str]:
     longest = f"with prompts of up to {run.sampler.max_prompt:,} tokens"
+    budgets = run.algorithm.budgets()
+    if not budgets:  # an algorithm of the user's may have none
+        name = type(run.algorithm).__name__
+        yield f"an unknown number of samples, because {name} has no budgets, {longest}"
+        return
     yield f"{run.algorithm.budget_summary()}, at most, {longest}"
-    for budget in run.algorithm.budgets():
+    for budget in budgets:
         count = budget.prompts * budget.replies
         of = f": {budget.prompts:,} prompts x {budget.replies}" if budget.replies > 1 else ""
         yield f"  {count:7,} {budget.what}{of}"
@@ -463,6 +469,9 @@ def _describe_step(run: RunConfig) -> Iterator[str]:
 
 def _describe_update(checked: Checked, run: RunConfig) -> Iterator[str]:
     groups = longest_groups(run.algorithm, run.sampler)
+    if not groups:
+        yield "an unknown number of groups"
+        return
     counts = packing.count_answers(groups)
     answers = " + ".join(f"{count:,} {name}" for name, count in counts.items())
     yield f"at most {answers} answers, in {len(groups):,} groups; if all were at their caps:"

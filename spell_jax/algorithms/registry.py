@@ -1,12 +1,14 @@
 """Registry of algorithms: config, constructor, held-out evaluation and inputs of each, by name.
 
-To add an algorithm, write a file in algorithms/ and an entry here; docs/algorithms.md has a
-complete example. Sampler, learner and trainer do not depend on any algorithm.
+A module or config file of the user's adds an algorithm with `register`; docs/algorithms.md has a
+complete example. An algorithm of this package is an entry of ALGORITHMS. Sampler, learner and
+trainer do not depend on any algorithm.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -38,8 +40,11 @@ from spell_jax.data.config import DataConfig, is_generated
 from spell_jax.data.questions import Question
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.runtime import hooks
-from spell_jax.runtime.config import build, flat
+from spell_jax.runtime.config import build, check_choice, flat
 from spell_jax.selfplay.given_questions import read_scorable
+
+INPUTS = ("clusters", "questions")
+TEACHERS = ("may", "must", "never")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +52,10 @@ class AlgorithmSpec:
     """An entry of the registry.
 
     Attributes:
-      config: dataclass of config.algorithm.
+      config: dataclass of config.algorithm; the default of its `name` is the algorithm's name.
       make: constructor of the algorithm, from its config and the context.
-      evaluate: function that makes the held-out evaluation, unless config.algorithm.evaluation
-        names one.
+      evaluate: function that makes the held-out evaluation (held_out.py), unless
+        config.algorithm.evaluation names one; by default there is none.
       inputs: kinds of data that the algorithm takes: "clusters" (of data.source), "questions" (of
         data.questions), or both.
       has_pairs: whether groups are preference pairs, for loss.objective = "dpo".
@@ -69,6 +74,42 @@ class AlgorithmSpec:
     teacher: str = "never"
     write_replies: Callable[[Any, DryCall], DryReplies] | None = None
     example: str = ""
+
+
+def register(spec: AlgorithmSpec) -> None:
+    """Add an algorithm to the registry, under the default of its config's field `name`.
+
+    A file that is loaded again replaces its own entry. ValueError if another algorithm has the
+    name, or a part of the entry is wrong.
+    """
+    name, config = _find_name(spec), spec.config
+    # A config file is a module that every command, and every sweep, loads anew: its classes are
+    # others each time, with the same names in the same file.
+    file = getattr(sys.modules.get(config.__module__), "__file__", None)
+    origin = (file, config.__module__, config.__qualname__)
+    if name in ALGORITHMS and _origins.get(name) != origin:
+        raise ValueError(
+            f"{config.__name__}.name = {name!r}: must be another name, because "
+            f"{ALGORITHMS[name].config.__module__}.{ALGORITHMS[name].config.__qualname__} has it"
+        )
+    ALGORITHMS[name], _origins[name] = spec, origin
+
+
+def _find_name(spec: AlgorithmSpec) -> str:
+    """Return the name of an algorithm; ValueError if a part of its entry is wrong."""
+    config, has_defaults = spec.config, "must be a dataclass with a default for every field"
+    if not (isinstance(config, type) and issubclass(config, AlgorithmConfig)):
+        raise ValueError(f"AlgorithmSpec.config = {config!r}: must inherit AlgorithmConfig")
+    try:
+        name = config().name
+    except TypeError as error:
+        raise ValueError(f"{config.__name__}: {error}; {has_defaults}") from error
+    if not name:
+        raise ValueError(f"{config.__name__}.name = '': must be a name; {has_defaults}")
+    if not {*spec.inputs} <= {*INPUTS} or not spec.inputs:
+        raise ValueError(f"AlgorithmSpec.inputs = {spec.inputs!r}: must be some of {INPUTS}")
+    check_choice(spec, "AlgorithmSpec.", teacher=TEACHERS)
+    return name
 
 
 def read_algorithm(section: Mapping[str, Any], needs_judge: bool = True) -> AlgorithmConfig:
@@ -225,3 +266,5 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
         example="configs/tiny_eapo.py",
     ),
 }
+# Name of an algorithm that `register` has added -> file, module and class of its config.
+_origins: dict[str, tuple[str | None, str, str]] = {}

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
+from absl import flags
 from etils import epath
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_flags
 
+from launch import check, dry_step
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key
 from spell_jax.algorithms.config import AlgorithmConfig
@@ -31,6 +33,7 @@ from spell_jax.policy import weights
 from spell_jax.reporting.episodes import choose_episodes
 from spell_jax.reporting.page import RunData, write_page
 from spell_jax.rollout.replies import Reply
+from spell_jax.runtime import entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.files.checkpoint import Checkpoints
 from spell_jax.runtime.log.metrics import Metrics
@@ -39,9 +42,9 @@ from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run
 from spell_jax.trainer.state import SharedParams
 from tests import noise
+from tests.algorithms.scripted import ScriptedModels
 from tests.paths import ROOT
 
-DOCS = ROOT / "docs" / "algorithms.md"
 EXAMPLE = ROOT / "examples" / "counting.py"
 STEPS = 3
 # Texts of random weights reach the token cap.
@@ -74,22 +77,22 @@ def algorithm_config(policy: pathlib.Path, algorithm: dict[str, Any], **override
 # ------------------------------------------------------------------------------------- The example
 
 
-def docs_blocks() -> list[str]:
-    """Return the entry of the registry and the line that reads a config."""
-    return re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+def docs_block(page: str) -> str:
+    """Return the Python block of a page of docs/."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    return block
 
 
 @pytest.fixture
 def counting(monkeypatch) -> ModuleType:
-    """Import the example as a fresh module, and add its entry to the registry."""
-    entry, _ = docs_blocks()
+    """Import the example as a module, and register its algorithm."""
     spec = importlib.util.spec_from_file_location("counting", EXAMPLE)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "counting", module)  # dataclasses look the module up
     spec.loader.exec_module(module)
     monkeypatch.setattr(registry, "ALGORITHMS", dict(registry.ALGORITHMS))
-    exec(entry, vars(registry) | vars(module))
+    registry.register(registry.AlgorithmSpec(module.CountingConfig, module.Counting))
     return module
 
 
@@ -98,9 +101,8 @@ def test_example_has_at_most_80_lines():
 
 
 def test_example_config_is_read(counting):
-    names: dict[str, Any] = {"default_config": default_config}
-    exec(docs_blocks()[1], names)
-    assert registry.read_algorithm(names["config"].algorithm) == counting.CountingConfig()
+    config = default_config("counting")
+    assert registry.read_algorithm(config.algorithm) == counting.CountingConfig()
 
 
 def test_example_trains_and_reports(counting, policy, tmp_path, monkeypatch):
@@ -153,6 +155,105 @@ def test_a_reward_that_is_no_number_ends_the_run_with_its_place(
         loop.train(config, epath.Path(tmp_path / "run"))
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
     assert not [*(tmp_path / "run" / "checkpoints").glob("[0-9]*")]
+
+
+# ----------------------------------------------------------------- A config file with an algorithm
+
+
+@pytest.fixture
+def config_file(counting, tmp_path, monkeypatch) -> pathlib.Path:
+    """Write the config file of the how-to page; the example is a module that it can import."""
+    monkeypatch.setattr(registry, "ALGORITHMS", dict(registry.ALGORITHMS))
+    del registry.ALGORITHMS["counting"]
+    path = tmp_path / "counting_config.py"
+    path.write_text(docs_block("howto/add_algorithm.md"))
+    return path
+
+
+def load(path: pathlib.Path, *overrides: str) -> Any:
+    """Load a config file as a command does."""
+    arguments, values = ["command", f"--config={path}", *overrides], flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, "", values, sys_argv=arguments)
+    entry.parse_flags(arguments, values, values)
+    return values["config"].value
+
+
+def test_config_file_of_the_page_registers_its_algorithm_whenever_it_is_loaded(config_file):
+    first, second = load(config_file), load(config_file, "--config.algorithm.texts=7")
+    assert registry.ALGORITHMS["counting"].evaluate is not None
+    assert (first.algorithm.texts, second.algorithm.texts) == (32, 7)
+    for config in (first, second):
+        checked = check.check(config)
+        assert not checked.mistakes and checked.is_evaluated
+    text = check.describe(checked)
+    assert "\na step   an unknown number of samples, because CountingConfig has no budgets" in text
+    assert "\ntrained  an unknown number of groups\n" in text
+    with pytest.raises(ValueError, match=r"^algorithm\.name = 'counting': must have write_replies"):
+        dry_step.check(first, dry_step.Workload(128, 9, 3))
+
+
+def test_evaluation_of_the_page_scores_held_out_texts(config_file, policy):
+    config = noise.with_fields(load(config_file), {"policy.folder": str(policy)})
+    evaluation = make_run(config).evaluation
+    assert evaluation is not None
+    models = ScriptedModels(lambda role, prompt, sibling, model: "It stands there 1 time.")
+    score, numbers = evaluation.quick(models)
+    assert len(models.calls[0].prompts) == 64 and score == numbers["all"] > 0.5
+    assert [*evaluation.full(models).report] == ["counting"]
+
+
+def test_config_file_with_a_taken_name_ends_in_one_line(config_file):
+    load(config_file)
+    copied_file = config_file.with_name("copied_config.py")
+    copied_file.write_text(config_file.read_text())
+    spell_file = config_file.with_name("spell_config.py")
+    change = "class Mine(CountingConfig):\n    name: str = 'spell'\nCountingConfig = Mine\n"
+    change = f"import dataclasses\n@dataclasses.dataclass(frozen=True)\n{change}"
+    spell_file.write_text(config_file.read_text().replace("\nregister(", f"\n{change}register("))
+    # The same class of the same module is no other algorithm.
+    load(copied_file)
+    message = (
+        rf"^--config={spell_file}: Mine\.name = 'spell': must be another name, because .*Spell"
+    )
+    with pytest.raises(ValueError, match=message) as raised:
+        load(spell_file)
+    assert "\n" not in str(raised.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class SameNameConfig(AlgorithmConfig):
+    name: str = "counting"
+
+
+@dataclasses.dataclass(frozen=True)
+class NamelessConfig(AlgorithmConfig):
+    texts: int = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequiredConfig(AlgorithmConfig):
+    name: str = "required"
+    texts: int
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"config": SameNameConfig}, r"SameNameConfig\.name = 'counting': must be another name, "),
+        ({"config": NamelessConfig}, r"NamelessConfig\.name = '': must be a name; must be a datac"),
+        ({"config": RequiredConfig}, r"RequiredConfig: .*'texts'; must be a dataclass with a def"),
+        ({"config": dict}, r"AlgorithmSpec\.config = <class 'dict'>: must inherit AlgorithmConfig"),
+        ({"inputs": ("texts",)}, r"AlgorithmSpec\.inputs = \('texts',\): must be some of \('clust"),
+        ({"inputs": ()}, r"AlgorithmSpec\.inputs = \(\): must be some of"),
+        ({"teacher": "no"}, r"AlgorithmSpec\.teacher = 'no': must be one of \('may', 'must'"),
+    ],
+)
+def test_wrong_entry_is_refused_in_one_line(counting, fields, message):
+    before = [*registry.ALGORITHMS.items()]
+    spec = registry.AlgorithmSpec(counting.CountingConfig, counting.Counting)
+    with pytest.raises(ValueError, match=rf"^{message}") as raised:
+        registry.register(dataclasses.replace(spec, **fields))
+    assert "\n" not in str(raised.value) and [*registry.ALGORITHMS.items()] == before
 
 
 # ------------------------------------------------------------------------------- Two trained models
