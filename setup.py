@@ -85,6 +85,7 @@ setup(
         "sentencepiece>=0.2.2",
         "safetensors>=0.5.3",
         "tokenizers>=0.22.0",
+        "huggingface_hub>=1.5.0",  # policy.folder=hf://OWNER/NAME; tokenizers needs it as well
         "jinja2>=3.1.6",  # older versions let a chat template run Python (CVE-2025-27516)
         # The external judge: client of OpenAI-compatible endpoints. Retries, also of fetches.
         "openai>=2.0.0",

@@ -41,9 +41,8 @@ MakePrompt = Callable[[Record, Prompts], str]
 def check_flags(flag_values: Any) -> None:
     """Raise UsageError unless the flags have either --prompt, or --prompts and --out."""
     if flag_values.prompt is None:
-        for name in ("prompts", "out"):
-            if not getattr(flag_values, name):
-                raise app.UsageError(f"--{name}: must be given with a file of prompts, or --prompt")
+        if not flag_values.prompts or not flag_values.out:
+            raise app.UsageError("--prompt, or both --prompts and --out: must be given")
         return
     if not flag_values.prompt:
         raise app.UsageError("--prompt = '': must be a text")

@@ -216,8 +216,8 @@ FLAGS = {"prompt": None, "prompts": None, "out": None, "mode": "roles"}
 @pytest.mark.parametrize(
     ("flag_values", "message"),
     [
-        ({}, "--prompts: must be given with a file of prompts, or --prompt$"),
-        ({"prompts": "in.jsonl"}, "--out: must be given"),
+        ({}, "--prompt, or both --prompts and --out: must be given"),
+        ({"prompts": "in.jsonl"}, "--prompt, or both --prompts and --out: must be given"),
         ({"prompt": ""}, "--prompt = '': must be a text"),
         ({"prompt": "a", "prompts": "in.jsonl"}, "--prompts: has no effect with --prompt"),
         ({"prompt": "a", "out": "out.jsonl"}, "--out: has no effect with --prompt"),

@@ -202,7 +202,7 @@ def _call(repository: Repository, call: Callable[[Any], T], verb: str = "read") 
     `verb` says what the function does with the repository: "read" or "written".
     """
     try:
-        # Imported here: no other part needs it. The package tokenizers brings it.
+        # Imported here, because few commands need it.
         import huggingface_hub
     except ImportError as error:
         raise ImportError(
