@@ -7,8 +7,8 @@ questions: look-ups and two-hop questions about 5 documents. The controls are
 --config.algorithm.reward_model=static and =none (by outcome alone).
 Hardware: 1 CPU core, 5.6 minutes of processor time (measured, as all below, at commit cd9dc09).
 Expected on 256 held-out questions, greedy, seed 0: right .59 before, .87 after (static .88), recall
-of evidence .67 and .81 (.82). docs/algorithms.md has three seeds with the loss of eapo_code.py, by
-outcome alone too, and why the three are equal here.
+of evidence .67 and .81 (.82). launch/experiments/notebooks/eapo_tiny.md has three seeds with the
+loss of eapo_code.py, by outcome alone too, and why the three are equal here.
 """
 
 from spell_jax.config import default_config, extra_model

@@ -95,8 +95,9 @@ SHARES = {
     "a100-80": Shares(0.5, 0.52, _DECODE, _ATTENTION, _MEMORY, 0.65, _EXPERTS, 2e-6),
 }
 SHARES |= dict.fromkeys(("a100-40", "l4", "rtx3090", "rtx4090"), SHARES["a100-80"])  # assumed
-# Measured on an H200 (docs/performance.md): prefill of 1.5B, the update of 7B with remat "block",
-# and the mean of attention forward and backward, over 989 TFLOP/s. The other shares are assumed.
+# Measured on an H200 (launch/experiments/notebooks/h200.md): prefill of 1.5B, the update of 7B with
+# remat "block", and the mean of attention forward and backward, over 989 TFLOP/s. The other shares
+# are assumed.
 SHARES |= dict.fromkeys(
     ("h100", "h200"), Shares(0.41, 0.53, _DECODE, 0.37, _MEMORY, 0.65, _EXPERTS, 2e-6)
 )

@@ -55,6 +55,11 @@ def test_equations_become_mathml():
     assert "<code>$5</code>" in text and "`" not in text
 
 
+def test_bars_of_an_absolute_value_have_one_height():
+    text = equations.to_mathml(r"\lvert y_i \rvert")
+    assert text.count('<mo stretchy="false" lspace="0" rspace="0">&#x0007C;</mo>') == 2
+
+
 @pytest.mark.parametrize("tex", [r"\unknown{x}", r"\frac{a", r"x^{\other}"])
 def test_mistakes_in_equations_are_errors(tex):
     with pytest.raises(ValueError, match=r"equation '.*': "):

@@ -19,6 +19,8 @@ from markdown.inlinepatterns import InlineProcessor
 _NAMESPACE = "{http://www.w3.org/1998/Math/MathML}"
 # Elements with a fixed number of children: latex2mathml drops what an unclosed brace leaves out.
 _CHILDREN = {"mfrac": 2, "msub": 2, "msup": 2, "mover": 2, "munder": 2, "msubsup": 3}
+_BAR = "<mo>&#x0007C;</mo>"
+_CLOSE_BAR = '<mo stretchy="false" lspace="0" rspace="0">&#x0007C;</mo>'
 # Above the priority of code spans, 190.
 _PRIORITY = 195
 
@@ -33,7 +35,8 @@ def to_mathml(tex: str, display: str = "inline") -> str:
     Raises:
       ValueError: the equation has an unknown command, or a command without its arguments.
     """
-    text = converter.convert(tex.strip(), display=display)
+    # Bars of an absolute value come as operators between two terms: spaced, of unequal height.
+    text = converter.convert(tex.strip(), display=display).replace(_BAR, _CLOSE_BAR)
     for element in ElementTree.fromstring(text).iter():
         count = _CHILDREN.get(element.tag.removeprefix(_NAMESPACE), len(element))
         if len(element) != count or "\\" in (element.text or ""):

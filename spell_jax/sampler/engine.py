@@ -31,7 +31,8 @@ from spell_jax.sampler.session import Session
 # most of its time. By default XLA first copies each layer's weights out of the stacked array, for
 # its Triton products, or joins the weights of gate and up, for its dot merger. With these options
 # cuBLAS reads a layer's weights where they are. On an H200 a pass of Qwen2.5-1.5B with 8 answers
-# then takes 4.5 ms instead of 5.1. The copies took 24 % of a pass (docs/performance.md).
+# then takes 4.5 ms instead of 5.1. The copies took 24 % of a pass
+# (launch/experiments/notebooks/h200.md).
 _GPU_DECODE_OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_dot_merger_threshold_mb": 0,
