@@ -18,6 +18,6 @@ def get_config() -> Config:
     config = tiny_warm_start.get_config()
     config.update(seed=0, steps=400, rows_per_step=24, checkpoint_every=400)
     config.source = "runs/evidence_rows/policy.jsonl"
-    config.policy.folder = "spell_jax/data/tiny_policy"
+    config.policy.folder = "tiny"
     config.optimizer.learning_rate = 1e-3
     return config

@@ -19,7 +19,7 @@ def get_config() -> Config:
     config = tiny_warm_start.get_config()
     config.update(seed=0, steps=1000, rows_per_step=12)
     config.source = "runs/evidence_rows/reward.jsonl"
-    config.policy.folder = "spell_jax/data/tiny_policy"
+    config.policy.folder = "tiny"
     config.packing.update(buckets=((192, 64),), token_budget=1920)
     config.optimizer.learning_rate = 2e-3
     return config

@@ -17,7 +17,7 @@ from spell_jax.runtime.config import Config
 def get_config() -> Config:
     config = tiny_warm_start.get_config()
     config.update(steps=500, rows_per_step=26, source="tiny_stories")
-    config.policy.folder = "spell_jax/data/tiny_policy"
+    config.policy.folder = "tiny"
     config.optimizer.learning_rate = 1.5e-3
     config.packing.update(buckets=((256, 112),), token_budget=2048)
     return config

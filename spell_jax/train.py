@@ -8,8 +8,8 @@ Started again on the same workdir, the run resumes from its last checkpoint: tra
 from __future__ import annotations
 
 from absl import flags
-from ml_collections import config_flags
 
+from spell_jax import run_flags
 from spell_jax.runtime import entry
 
 
@@ -25,7 +25,5 @@ def main(_) -> None:
 
 if __name__ == "__main__":
     # Defined here, so that one process may import several entry points.
-    config_flags.DEFINE_config_file("config", None, "File, or name, of the run's config.")
-    flags.DEFINE_string("workdir", None, "Folder of the run.")
-    flags.mark_flags_as_required(["config", "workdir"])
-    entry.run_main(main)
+    run_flags.define_flags()
+    entry.run_main(main, describe_config=run_flags.describe_config)

@@ -7,7 +7,6 @@ renders their docstrings. The commands' page has every flag and docstring (docs/
 from __future__ import annotations
 
 import ast
-import dataclasses
 import html
 import importlib
 import re
@@ -17,9 +16,8 @@ from markdown.extensions.toc import slugify
 
 from docs.tools import commands
 from docs.tools.measurements import ROOT
-from spell_jax import config
+from spell_jax import config, config_help
 from spell_jax.algorithms import registry
-from spell_jax.algorithms.config import AlgorithmConfig
 
 # An entry of "Public names:" in the docstring of a room: `module.name, module.name: meaning`.
 _PUBLIC_NAMES = re.compile(r"^  (\w+[\w., \n]*?): ", re.MULTILINE)
@@ -47,16 +45,12 @@ def config_page() -> str:
 def config_sections() -> dict[str, type]:
     """Return the dataclass of each section of a config, by title."""
     sections: dict[str, type] = {"config": config.RunConfig}
-    for field in dataclasses.fields(config.RunConfig):
-        section = type(field.default)
-        if dataclasses.is_dataclass(section) and not issubclass(section, AlgorithmConfig):
-            sections[f"config.{field.name}"] = section
+    sections |= {f"config.{name}": cls for name, cls in config_help.run_sections().items()}
     parts: dict[type, tuple[str, list[str]]] = {}
     for name, spec in registry.ALGORITHMS.items():
         sections[f'config.algorithm, name = "{name}"'] = spec.config
-        for field in dataclasses.fields(spec.config):
-            if dataclasses.is_dataclass(field.default):
-                parts.setdefault(type(field.default), (field.name, []))[1].append(f'"{name}"')
+        for field_name, cls in config_help.subsections(spec.config).items():
+            parts.setdefault(cls, (field_name, []))[1].append(f'"{name}"')
     for part, (field_name, names) in parts.items():
         sections[f"config.algorithm.{field_name}, name = {', '.join(names)}"] = part
     sections["config.MODEL, a model besides the policy"] = config.ExtraModelConfig

@@ -35,14 +35,19 @@ def attribute_texts(*docstrings: str) -> dict[str, str]:
     return {name: text[:1].upper() + text[1:] for name, text in texts.items()}
 
 
+def field_texts(cls: type) -> dict[str, str]:
+    """Return the text of each field of a dataclass, also of inherited fields; see above."""
+    bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
+    return attribute_texts(*(base.__doc__ or "" for base in bases))
+
+
 def define(cls: type, flag_values: flags.FlagValues = flags.FLAGS) -> None:
     """Define a flag for each field of a dataclass.
 
     Fields are texts, numbers, truth values or tuples; a tuple's flag is a comma-separated list. A
     field without any default is a required flag.
     """
-    bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
-    texts = attribute_texts(*(base.__doc__ or "" for base in bases))
+    texts = field_texts(cls)
     for field in dataclasses.fields(cls):
         default: Any = field.default
         required = default is dataclasses.MISSING

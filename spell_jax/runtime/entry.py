@@ -5,8 +5,8 @@ mistake with such a line); every other exception is a crash, with its traceback 
 Mistakes are the errors of type USER_ERRORS before a command calls `setup_done`, after its last
 check, unless the message has no place (JSON and Unicode errors, empty ones). Ctrl-C ends with one
 line too, and so do SIGTERM, with exit status 75 (runtime/hosts/sigterm.py), a disk that stays full
-or an EndedError (status 1) and a workdir that was removed (status EXIT_CODE). With --debug, which
-every command takes, the traceback of a mistake is printed before its line.
+or an EndedError (status 1) and a workdir that was removed (status EXIT_CODE). Every command takes
+--debug, which prints the traceback of a mistake before its line, and --version.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ml_collections import ConfigDict, config_flags
 from spell_jax.runtime import terminal, urls
 from spell_jax.runtime.config import (
     MOVED_FIELDS,
+    Config,
     ConfigError,
     check_width,
     describe_move,
@@ -37,10 +38,11 @@ from spell_jax.runtime.config import (
 from spell_jax.runtime.files import durable, paths
 from spell_jax.runtime.hosts import sigterm
 from spell_jax.runtime.urls import FetchError
+from spell_jax.runtime.version import VERSION
 
 EXIT_CODE = 2
 INTERRUPTED = 130  # of Ctrl-C, as shells have it
-DEBUG = "--debug"
+DEBUG, VERSION_FLAG, HELP_CONFIG = "--debug", "--version", "--help_config"
 USER_ERRORS = (
     ValueError,
     FetchError,
@@ -74,14 +76,23 @@ class EndedError(Exception):
 
 
 def run_main(
-    main: Callable[[Any], object], flags_parser: Callable[[Sequence[str]], Any] = flags.FLAGS
+    main: Callable[[Any], object],
+    flags_parser: Callable[[Sequence[str]], Any] = flags.FLAGS,
+    describe_config: Callable[[Config, str], str] | None = None,
 ) -> None:
-    """Run a command with absl flags, as app.run; does not return."""
-    if DEBUG[2:] not in flags.FLAGS:
-        flags.DEFINE_bool(DEBUG[2:], False, "Show a mistake's traceback.", flag_values=flags.FLAGS)
+    """Run a command with absl flags, as app.run; does not return.
+
+    `describe_config` returns the text of --help_config from the config and the name of a section.
+    """
+    texts = {DEBUG: "Show a mistake's traceback.", VERSION_FLAG: "Print the version."}
+    for name, text in texts.items():
+        if name[2:] not in flags.FLAGS:
+            flags.DEFINE_bool(name[2:], False, text, flag_values=flags.FLAGS)
 
     def parse(argv: Sequence[str]) -> Any:
         with user_errors():
+            if describe_config:
+                print_config_help(argv, describe_config)
             try:
                 positional = parse_flags(argv, flags_parser)
             except sigterm.Terminated:
@@ -99,6 +110,20 @@ def run_main(
 
     with sigterm.ending():
         app.run(run, flags_parser=parse)
+
+
+def print_config_help(argv: Sequence[str], describe_config: Callable[[Config, str], str]) -> None:
+    """Print the text of --help_config and exit, if argv has the flag; other flags may be missing.
+
+    The section follows as --help_config=SECTION or --help_config SECTION; without it, all are told.
+    """
+    for place, argument in enumerate(argv):
+        flag, _, name = argument.partition("=")
+        if flag == HELP_CONFIG:
+            following = [text for text in argv[place + 1 : place + 2] if not text.startswith("-")]
+            config = load_config(argv)
+            print(describe_config(config, name or "".join(following)))
+            sys.exit(0)
 
 
 def _check_numbers() -> None:
@@ -122,6 +147,9 @@ def user_errors() -> Iterator[None]:
     """
     global _is_set_up
     _is_set_up = False
+    if VERSION_FLAG in sys.argv[1:]:  # before a parser misses its required flags
+        print(f"spell_jax {VERSION}")
+        sys.exit(0)
     sys.argv[:] = [argument for argument in sys.argv if argument != DEBUG]  # unknown to argparse
     terminal.guard()
     try:
@@ -303,6 +331,24 @@ def parse_flags(
         raise ValueError(_no_such_field(error, argv)) from error
 
 
+def load_config(argv: Sequence[str]) -> Config:
+    """Load the config of --config, changed by --config.FIELD; other flags do not count.
+
+    Raises the errors of `parse_flags`.
+    """
+    arguments = [""]
+    for text in _find_config(argv):
+        # A value may follow its flag as an argument of its own.
+        is_value = not text.startswith("-") and re.fullmatch(r"--?config\.[^=]+", arguments[-1])
+        if is_value or re.match("--?config[.=]", text):
+            arguments.append(text)
+    values = flags.FlagValues()  # of the config alone
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
+    flags.mark_flag_as_required("config", values)
+    parse_flags(arguments, values, values)
+    return values["config"].value
+
+
 def _find_config(argv: Sequence[str]) -> list[str]:
     """Replace NAME of `--config=NAME[:ARGUMENT]` by a shipped config's path if it is no file."""
     arguments = list(argv)
@@ -390,13 +436,9 @@ def _no_such_field(error: Exception, argv: Sequence[str]) -> str:
 
 def _load_fields(argv: Sequence[str]) -> list[str]:
     """Return the dotted names of the fields of the config that argv names."""
-    config = [argument for argument in argv if argument.startswith("--config=")]
-    # The config without its overrides, in flags of its own: the overrides hold the mistake.
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=["", *config])
-    values(["", *config])
-    loaded: Any = values["config"].value
-    return [field for field, _ in flat(loaded.to_dict())]
+    # The config without its overrides, which hold the mistake.
+    config = load_config([argument for argument in argv if argument.startswith("--config=")])
+    return [field for field, _ in flat(config.to_dict())]
 
 
 def _nearest_field(name: str, fields: Sequence[str]) -> str:

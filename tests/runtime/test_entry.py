@@ -19,12 +19,13 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from docs.tools import commands
-from spell_jax.runtime import entry, setup
+from spell_jax.runtime import entry, setup, version
 from spell_jax.runtime.config import ConfigError
 from spell_jax.runtime.files import durable, paths
 from spell_jax.runtime.files.checkpoint import DamagedError
 from spell_jax.runtime.hosts import distributed
 from spell_jax.runtime.hosts.preemption import EXIT_CODE, Preempted
+from tests.paths import ROOT
 
 CONFIG = """
 from ml_collections import ConfigDict
@@ -479,3 +480,20 @@ def test_crash_after_setup_prints_its_traceback(tmp_path, config):
     assert (
         process.stderr.endswith("ValueError: deep in a step\n") and "error: " not in process.stderr
     )
+
+
+@pytest.mark.slow
+def test_every_command_prints_the_version():
+    """Before its required flags are missed, and before anything heavy is imported."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for module in ("spell_jax.train", "spell_jax.report"):  # with absl, and with argparse
+        command = [sys.executable, "-m", module, "--version"]
+        shown = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert (shown.returncode, shown.stdout) == (0, f"spell_jax {version.VERSION}\n"), shown
+
+
+def test_version_ends_a_command_before_its_work(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["command", "--x=1", "--version"])
+    with pytest.raises(SystemExit) as end, entry.user_errors():
+        raise AssertionError
+    assert not end.value.code and capsys.readouterr().out == f"spell_jax {version.VERSION}\n"
