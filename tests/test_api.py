@@ -213,7 +213,8 @@ def test_train_resumes_and_leaves_no_signal_handler(folder, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_fine_tune_returns_the_policys_folder(tmp_path):
-    config = spell_jax.get_config("tiny_eapo_policy", steps=1, rows_per_step=4, source="tiny")
+    fields = {"steps": 1, "rows_per_step": 4, "source": "tiny", "optimizer.warmup_steps": 0}
+    config = spell_jax.get_config("tiny_eapo_policy", **fields)
     policy = spell_jax.fine_tune(config, tmp_path / "run")
     assert policy == paths.open_folder(tmp_path / "run" / "policy")
     assert spell_jax.load(policy).model.config.layers > 0

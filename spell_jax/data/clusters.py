@@ -420,20 +420,16 @@ def _similar_groups(documents: Sequence[str], size: int) -> Iterator[list[int]]:
     Ties go to the earlier document. Each group is in corpus order.
     """
     import numpy as np
-    from sklearn.feature_extraction.text import TfidfVectorizer  # slow to import, rarely needed
 
-    # sublinear_tf: a long document that repeats its words does not dominate.
-    # Every non-blank text has a word or a symbol, so the vocabulary is never empty.
-    words = TfidfVectorizer(token_pattern=r"\w+|[^\w\s]", sublinear_tf=True)
-    vectors = words.fit_transform(documents).tocsr()
-    # Sparse, so a group costs no more than the postings of its first document's words.
-    postings = vectors.T.tocsr()  # inverted index: word -> documents
+    from spell_jax.data.word_index import WordIndex
+
+    index = WordIndex(documents)
     free = np.ones(len(documents), dtype=bool)
     for seed in range(len(documents)):
         if not free[seed]:
             continue
         free[seed] = False
-        similarity = (vectors[seed] @ postings).toarray()[0]
+        similarity = index.similarities(seed)
         candidates = np.flatnonzero(free)
         nearest = candidates[np.argsort(-similarity[candidates], kind="stable")[: size - 1]]
         free[nearest] = False

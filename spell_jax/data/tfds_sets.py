@@ -212,7 +212,7 @@ def _one_line_errors(place: str | Path) -> Iterator[None]:
         if isinstance(error.__context__, OSError):
             raise ValueError(f"{place}: cannot be read ({error.__context__})") from error
         raise ImportError(
-            f"{place}: cannot be read ({error}); pip install tensorflow-datasets array-record"
+            f"{place}: cannot be read ({error}); pip install 'spell_jax[tfds]'"
         ) from error
     except Exception as error:
         raise ValueError(f"{place}: cannot be read ({_one_line(error)})") from error

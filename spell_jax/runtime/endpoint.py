@@ -142,7 +142,12 @@ class Endpoint:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ):
-        import openai  # takes 0.65 s, which runs without a judge need not pay
+        try:
+            import openai  # takes 0.65 s, which runs without a judge need not pay
+        except ImportError as error:
+            raise ImportError(
+                f"{config.url}: models at endpoints need openai; pip install 'spell_jax[judge]'"
+            ) from error
 
         self.config = config
         self.failures: Counter[str] = Counter()

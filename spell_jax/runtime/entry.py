@@ -57,7 +57,8 @@ USER_ERRORS = (
 )
 # Package that an extra of spell_jax installs -> the extra.
 _EXTRAS = {
-    **dict.fromkeys(("apache_beam", "datasketch", "py3langid", "pyarrow"), "data"),
+    **dict.fromkeys(("apache_beam", "datasketch", "py3langid", "pyarrow", "sklearn"), "data"),
+    **dict.fromkeys(("array_record", "tensorflow_datasets"), "tfds"),
     **dict.fromkeys(("starlette", "uvicorn", "prometheus_client"), "serve"),
 }
 # Subclasses of ValueError with messages that say what is wrong but not where.

@@ -214,7 +214,7 @@ def test_missing_tfds_raises_import_error(folder: Path, monkeypatch) -> None:
         return importing(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ImportError, match="pip install tensorflow-datasets array-record"):
+    with pytest.raises(ImportError, match=r"pip install 'spell_jax\[tfds\]'"):
         BuiltClusters(folder)
 
 

@@ -191,7 +191,7 @@ def test_copy_puts_the_committed_files_on_every_worker(cloud):
         "t1v-n-fake-w-0 -m pip install --quiet --user uv",
         "t1v-n-fake-w-0 -m uv venv --quiet --python=3.11 spell_jax_venv",
         "t1v-n-fake-w-0 -m uv pip install --quiet --python=spell_jax_venv/bin/python "
-        "-e ./spell_jax[tpu,gcs]",
+        "-e ./spell_jax[tpu,gcs,judge,tfds]",
     ]
     assert installed[3:] == [line.replace("w-0", "w-1") for line in installed[:3]]
 

@@ -3,6 +3,7 @@
 import functools
 import gzip
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -418,3 +419,10 @@ def test_replies_without_any_verdict_are_a_warning(caplog):
     assert "m: no verdict in any of 2 replies" in caplog.text
     caplog.clear()
     assert judge.judge([("q", "a", "r"), ("q", "c", "r")]) == [MALFORMED, 1] and not caplog.text
+
+
+def test_a_missing_openai_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    message = r"^http://x/v1: models at endpoints need openai; pip install 'spell_jax\[judge\]'$"
+    with pytest.raises(ImportError, match=message):
+        Endpoint(EndpointConfig("http://x/v1", "m", key_name="KEY"))
