@@ -1,4 +1,4 @@
-"""Installs the package with its configs, the data pipeline, and launch.
+"""Installs the package, with its configs and launch, and the data pipeline.
 
 Lower bounds are those of requirements/oldest.txt, with which `make test-oldest` passes; those of
 extras are the versions that the tests were last run with. Heavy things stay extras.
@@ -11,7 +11,7 @@ import runpy
 from setuptools import find_packages, setup
 
 JAX_RANGE = ">=0.8.0,<0.12"
-COMMANDS = ("train", "sft", "generate", "serve", "evaluate", "export", "report")
+COMMANDS = ("train", "sft", "generate", "serve", "evaluate", "export", "report", "check", "plan")
 # The next two have lower bounds of requirements/oldest.txt, too.
 # The external judge and other models at OpenAI-compatible endpoints.
 JUDGE = ["openai>=2.0.0"]
@@ -57,11 +57,8 @@ setup(
     python_requires=">=3.11",
     long_description=pathlib.Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    packages=find_packages(
-        include=[
-            *("spell_jax", "spell_jax.*", "data_pipeline", "launch", "launch.*"),
-        ]
-    ),
+    # spell_jax/configs and spell_jax/launch are links to folders of the repository.
+    packages=find_packages(include=["spell_jax", "spell_jax.*", "data_pipeline"]),
     entry_points={
         "console_scripts": [f"spell-{name} = spell_jax.console:{name}" for name in COMMANDS]
     },
@@ -73,11 +70,12 @@ setup(
             "evaluation/generated/words.txt",
             "evaluation/generated/moby_dick.txt.gz",
             "data/tiny_policy/*",
-            "configs/data/*.py",  # spell_jax/configs is a link to configs/
+            "configs/data/*.py",
             "policy/shapes.json",
+            "launch/tpu_worker.sh",
+            "launch/experiments/papers/*.toml",
         ],
         "data_pipeline": ["report.html"],
-        "launch": ["tpu_worker.sh", "experiments/papers/*.toml"],
     },
     install_requires=[
         f"jax{JAX_RANGE}",

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from launch import aot
-from launch.work import ProgramCounts
 from spell_jax.config import default_config
 from spell_jax.data.samples import Sample
+from spell_jax.launch import aot
+from spell_jax.launch.work import ProgramCounts
 from spell_jax.learner import advantages, packing
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig

@@ -18,9 +18,9 @@ from benchmarks.base import (
     random_groups,
     random_params,
 )
-from launch.step_time import Machine, Shares, tree_pairs
-from launch.topologies import Peaks
-from launch.work import ProgramCounts, Work
+from spell_jax.launch.step_time import Machine, Shares, tree_pairs
+from spell_jax.launch.topologies import Peaks
+from spell_jax.launch.work import ProgramCounts, Work
 from spell_jax.learner import packing, trees
 from spell_jax.sampler import batching
 from spell_jax.sampler.requests import Options, SampleRequest

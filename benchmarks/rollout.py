@@ -26,9 +26,9 @@ from benchmarks.base import (
     sample_answers,
 )
 from benchmarks.sides.contract import share_documents
-from launch import work
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.samples import Sample
+from spell_jax.launch import work
 from spell_jax.learner import packing
 from spell_jax.learner.learner import Learner
 from spell_jax.policy import weights

@@ -10,8 +10,8 @@ import numpy as np
 
 from benchmarks.base import PolicyBenchmark, best_seconds, make_learner, random_groups
 from benchmarks.sides.contract import share_documents
-from launch import aot
 from spell_jax.data.samples import Sample
+from spell_jax.launch import aot
 from spell_jax.learner import packing, statistics
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 

@@ -45,9 +45,9 @@ import jax
 from absl import app, flags
 from ml_collections import config_flags
 
-from launch import topologies
 from spell_jax.algorithms import registry
 from spell_jax.config import RunMeshConfig
+from spell_jax.launch import topologies
 from spell_jax.learner import packing, shapes, update
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig

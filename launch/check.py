@@ -34,8 +34,6 @@ from absl import flags
 from etils import epath
 from ml_collections import config_flags
 
-from launch import device_checks, plan, topologies
-from launch.memory_plan import MemoryPlan
 from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.config import (
     RunConfig,
@@ -48,6 +46,8 @@ from spell_jax.config import (
 from spell_jax.data import built
 from spell_jax.data.config import origin
 from spell_jax.data.samples import Sample
+from spell_jax.launch import device_checks, plan, topologies
+from spell_jax.launch.memory_plan import MemoryPlan
 from spell_jax.learner import packing, shapes
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.policy import int8, lora, products, transformer, weights

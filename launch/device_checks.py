@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from launch import topologies
-from launch.memory_plan import SAMPLING, MemoryPlan
-from launch.topologies import GIB
+from spell_jax.launch import topologies
+from spell_jax.launch.memory_plan import SAMPLING, MemoryPlan
+from spell_jax.launch.topologies import GIB
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config

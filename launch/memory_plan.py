@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from launch import aot, topologies
+from spell_jax.launch import aot, topologies
 from spell_jax.learner import packing, shapes
 from spell_jax.policy import moe
 from spell_jax.policy.config import PolicyConfig

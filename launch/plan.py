@@ -19,9 +19,9 @@ from typing import Any
 import jax
 from absl import flags
 
-from launch import aot, dry_step, split_time, step_time, topologies
-from launch.memory_plan import PARTS, MemoryPlan
-from launch.topologies import GIB
+from spell_jax.launch import aot, dry_step, split_time, step_time, topologies
+from spell_jax.launch.memory_plan import PARTS, MemoryPlan
+from spell_jax.launch.topologies import GIB
 from spell_jax.runtime import entry
 
 # ----------------------------------------------------------------------------------------- Report

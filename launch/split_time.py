@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from launch import aot, step_time, topologies
-from launch.dry_step import Workload
-from launch.memory_plan import MemoryPlan
-from launch.topologies import GIB
+from spell_jax.launch import aot, step_time, topologies
+from spell_jax.launch.dry_step import Workload
+from spell_jax.launch.memory_plan import MemoryPlan
+from spell_jax.launch.topologies import GIB
 from spell_jax.policy import lora
 from spell_jax.runtime import mesh as meshes
 

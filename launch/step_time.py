@@ -19,10 +19,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from launch import aot, topologies
-from launch.dry_step import DryStep, Workload, run_step
-from launch.topologies import Peaks
-from launch.work import ProgramCounts, Work
+from spell_jax.launch import aot, topologies
+from spell_jax.launch.dry_step import DryStep, Workload, run_step
+from spell_jax.launch.topologies import Peaks
+from spell_jax.launch.work import ProgramCounts, Work
 from spell_jax.learner import packing, trees
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.policy.config import PolicyConfig

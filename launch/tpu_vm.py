@@ -30,7 +30,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from launch import topologies
+from spell_jax.launch import topologies
 from spell_jax.runtime import entry, terminal
 from spell_jax.runtime.hosts import sigterm
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import jaxprs_in_params
 
-from launch import aot
+from spell_jax.launch import aot
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import sampling
 

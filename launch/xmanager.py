@@ -42,11 +42,11 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import config_flags
 
-from launch.aot import split_outside_brackets
-from launch.experiments import registry as experiments
 from spell_jax.config import collect_mistakes, model_sections
 from spell_jax.data.config import is_generated
 from spell_jax.data.tfds_sets import is_tfds
+from spell_jax.launch.aot import split_outside_brackets
+from spell_jax.launch.experiments import registry as experiments
 from spell_jax.policy.model import find_folder
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import Config, ConfigError

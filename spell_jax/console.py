@@ -6,9 +6,9 @@ import functools
 import runpy
 
 
-def _run(name: str) -> None:
+def _run(module: str) -> None:
     # As "__main__": the modules define their flags only there, and console scripts need them too.
-    runpy.run_module(f"spell_jax.{name}", run_name="__main__", alter_sys=True)
+    runpy.run_module(f"spell_jax.{module}", run_name="__main__", alter_sys=True)
 
 
 train = functools.partial(_run, "train")
@@ -18,3 +18,5 @@ serve = functools.partial(_run, "serve")
 evaluate = functools.partial(_run, "evaluate")
 export = functools.partial(_run, "export")
 report = functools.partial(_run, "report")
+check = functools.partial(_run, "launch.check")
+plan = functools.partial(_run, "launch.plan")

@@ -546,7 +546,8 @@ def imports(source: Source, modules: Set[str]) -> list[tuple[int, str]]:
         if isinstance(node, ast.Import):
             imported_names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = (node.module or "").replace("spell_jax.configs", "configs")  # a link
+            # The package links to these folders of the repository.
+            base = re.sub(r"^spell_jax\.(?=(configs|launch)\b)", "", node.module or "")
             if node.level:
                 package = source.module.split(".")
                 if not source.path.endswith("/__init__.py"):

@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from launch import topologies
+from spell_jax.launch import topologies
 
 
 def lowered_for_gpu(f, *args) -> str:

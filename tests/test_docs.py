@@ -98,7 +98,8 @@ def check(words: tuple[str, ...]) -> None:
             if not is_beam and not any(argument.endswith("...") for argument in arguments):
                 check_flags(words[2], arguments)
     elif program.startswith("spell-"):
-        assert f"spell_jax.{program[6:]}" in MODULES, program
+        modules = {f"spell_jax.{program[6:]}", f"launch.{program[6:]}"}
+        assert modules & MODULES.keys(), program
     else:
         assert program in EXTERNAL, f"unknown program: {program}"
 

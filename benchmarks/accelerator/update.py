@@ -23,9 +23,9 @@ import numpy as np
 
 from benchmarks.accelerator import shapes, trace
 from benchmarks.accelerator.section import Case, Numbers, Setting, seconds_of
-from launch import aot, memory_plan
 from spell_jax.config import default_config
 from spell_jax.data.samples import Sample
+from spell_jax.launch import aot, memory_plan
 from spell_jax.learner import packing
 from spell_jax.learner.learner import Learner
 from spell_jax.policy.config import PolicyConfig

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from launch.experiments import typed_toml
+from spell_jax.launch.experiments import typed_toml
 from spell_jax.runtime.finite import is_finite
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

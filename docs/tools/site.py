@@ -22,7 +22,7 @@ from mkdocs.structure.files import File, Files
 
 from docs.tools import reference, repository
 from docs.tools.measurements import ROOT
-from launch.experiments import printer
+from spell_jax.launch.experiments import printer
 
 # File outside docs/ -> page of the site.
 _OUTSIDE = {

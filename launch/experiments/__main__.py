@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from launch.experiments import printer, registry
+from spell_jax.launch.experiments import printer, registry
 from spell_jax.runtime import entry
 
 WORKDIR = "runs/experiments"

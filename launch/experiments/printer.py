@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from etils import epath
 
-from launch.experiments import registry
-from launch.experiments.experiment import (
+from spell_jax.launch.experiments import registry
+from spell_jax.launch.experiments.experiment import (
     BENCHMARKS,
     DATA,
     MODELS,

@@ -23,8 +23,8 @@ import pathlib
 import re
 from collections.abc import Mapping, Sequence
 
-from launch.experiments import typed_toml
-from launch.experiments.experiment import (
+from spell_jax.launch.experiments import typed_toml
+from spell_jax.launch.experiments.experiment import (
     STEPS,
     Column,
     EvaluationCommand,

@@ -20,7 +20,6 @@ from absl import flags
 from etils import epath
 from ml_collections import ConfigDict, config_flags
 
-from launch import check, dry_step
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key
 from spell_jax.algorithms.config import AlgorithmConfig
@@ -28,6 +27,7 @@ from spell_jax.algorithms.episode import QuestionEpisode
 from spell_jax.config import default_config, extra_model
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.samples import Sample
+from spell_jax.launch import check, dry_step
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.policy import weights
 from spell_jax.reporting.episodes import choose_episodes

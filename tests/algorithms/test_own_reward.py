@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from etils import epath
 
-from launch import check
 from spell_jax.algorithms.own_reward import OwnReward, RewardInput
 from spell_jax.algorithms.rlvr.algorithm import make_rlvr
 from spell_jax.algorithms.rlvr.config import RlvrConfig
@@ -24,6 +23,7 @@ from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.config import read
 from spell_jax.configs import tiny
 from spell_jax.data.questions import Question
+from spell_jax.launch import check
 from spell_jax.runtime.config import ConfigError
 from spell_jax.runtime.files.jsonl import write_records
 from spell_jax.trainer import loop

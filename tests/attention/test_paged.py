@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launch import topologies
 from spell_jax.attention import paged
 from spell_jax.attention.pages import (
     Pages,
@@ -18,6 +17,7 @@ from spell_jax.attention.pages import (
     write_pages,
     write_tokens,
 )
+from spell_jax.launch import topologies
 from spell_jax.runtime import mesh as meshes
 
 LAYERS, PAGES, KV_HEADS, BLOCK, SIZE = 3, 14, 2, 4, 8

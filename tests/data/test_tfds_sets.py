@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from launch import check
 from spell_jax.configs import folder as folder_config
 from spell_jax.data import built, tfds_sets
 from spell_jax.data.clusters import count_words
 from spell_jax.data.config import DataConfig, open_clusters, origin
 from spell_jax.data.text_files import Unusable
 from spell_jax.data.tfds_sets import TextSet, TfdsSource, find_folder
+from spell_jax.launch import check
 from spell_jax.question_sets import cloze
 from tests.data.prepared_sets import TEXT, damage_length, prepare
 

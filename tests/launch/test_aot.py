@@ -21,8 +21,8 @@ import pytest
 from absl import app, flags
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from launch import aot, topologies
 from spell_jax.configs import paper
+from spell_jax.launch import aot, topologies
 from spell_jax.policy import lora
 from spell_jax.policy.config import LoraConfig
 from spell_jax.runtime import mesh as meshes

@@ -17,12 +17,12 @@ import jax
 import numpy as np
 import pytest
 
-from launch import aot, check, memory_plan
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.config import change_algorithm, model_sections
 from spell_jax.configs import paper
 from spell_jax.data.config import is_generated
+from spell_jax.launch import aot, check, memory_plan
 from spell_jax.learner import aggregation, packing
 from spell_jax.learner.packing import PackingConfig
 from spell_jax.policy import products, transformer, weights
@@ -745,7 +745,7 @@ def test_a_check_imports_no_library_that_it_does_not_use() -> None:
     unused = {"orbax", "tensorflow_datasets", "apache_beam", "datasets", "pandas", "pyarrow"}
     unused |= {"tensorboardX", "wandb", "matplotlib", "scipy.stats", "sklearn", "torch"}
     code = (
-        "import sys; from launch import check; from spell_jax.configs import tiny; "
+        "import sys; from spell_jax.launch import check; from spell_jax.configs import tiny; "
         "print(check.describe(check.check(tiny.get_config()))); "
         f"print(sorted({unused} & sys.modules.keys()))"
     )

@@ -9,10 +9,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from launch import dry_step, topologies
-from launch.dry_step import DryStep, DryTokenizer, Workload
 from spell_jax.algorithms import registry
 from spell_jax.config import default_config
+from spell_jax.launch import dry_step, topologies
+from spell_jax.launch.dry_step import DryStep, DryTokenizer, Workload
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig

@@ -15,10 +15,17 @@ import pytest
 from etils import epath
 
 from docs.tools import commands, site
-from launch import topologies, xmanager
-from launch.experiments import __main__ as command
-from launch.experiments import printer, registry
-from launch.experiments.experiment import (
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.configs import eapo, paper, reconstruction, rlvr
+from spell_jax.data import clusters
+from spell_jax.evaluation import judgments, lengths, protocol
+from spell_jax.evaluation.benchmarks import registry as benchmarks
+from spell_jax.evaluation.generated import ruler
+from spell_jax.evaluation.runner import SUMMARY
+from spell_jax.launch import topologies, xmanager
+from spell_jax.launch.experiments import __main__ as command
+from spell_jax.launch.experiments import printer, registry
+from spell_jax.launch.experiments.experiment import (
     Column,
     EvaluationCommand,
     Experiment,
@@ -30,14 +37,7 @@ from launch.experiments.experiment import (
     TableRow,
     VerdictShare,
 )
-from launch.memory_plan import MemoryPlan
-from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.configs import eapo, paper, reconstruction, rlvr
-from spell_jax.data import clusters
-from spell_jax.evaluation import judgments, lengths, protocol
-from spell_jax.evaluation.benchmarks import registry as benchmarks
-from spell_jax.evaluation.generated import ruler
-from spell_jax.evaluation.runner import SUMMARY
+from spell_jax.launch.memory_plan import MemoryPlan
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime.config import build

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from docs.tools import measurements
-from launch.experiments import registry, typed_toml
+from spell_jax.launch.experiments import registry, typed_toml
 
 TEXTS = {name: (registry.FOLDER / name).read_text() for name in registry.FILES}
 SMALL = """

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from launch import aot, plan, topologies
-from launch.memory_plan import PARTS, SAMPLING, MemoryPlan, arguments_and_resident
-from launch.topologies import GIB
 from spell_jax.configs import paper
+from spell_jax.launch import aot, plan, topologies
+from spell_jax.launch.memory_plan import PARTS, SAMPLING, MemoryPlan, arguments_and_resident
+from spell_jax.launch.topologies import GIB
 from spell_jax.learner import packing
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import mesh as meshes

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from launch import random_policy
+from spell_jax.launch import random_policy
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from tests import tiny

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch import split_time, step_time, topologies
-from launch.memory_plan import MemoryPlan
-from launch.split_time import Step, play
-from launch.step_time import Phase, Seconds, StepPhases
 from spell_jax.configs import paper
+from spell_jax.launch import split_time, step_time, topologies
+from spell_jax.launch.memory_plan import MemoryPlan
+from spell_jax.launch.split_time import Step, play
+from spell_jax.launch.step_time import Phase, Seconds, StepPhases
 from spell_jax.runtime import mesh as meshes
 from tests import noise
 from tests.launch.test_experiments import SHAPES

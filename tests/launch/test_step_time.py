@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from launch import aot, dry_step, step_time, topologies
-from launch.step_time import Machine, Phase, Seconds, Shares
-from launch.topologies import Peaks
-from launch.work import Products, ProgramCounts, Work
 from spell_jax.configs import paper
+from spell_jax.launch import aot, dry_step, step_time, topologies
+from spell_jax.launch.step_time import Machine, Phase, Seconds, Shares
+from spell_jax.launch.topologies import Peaks
+from spell_jax.launch.work import Products, ProgramCounts, Work
 from spell_jax.learner.packing import PackingConfig
 from spell_jax.runtime.config import build
 from tests import noise

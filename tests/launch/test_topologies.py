@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from launch import step_time, topologies
 from spell_jax.config import MeshConfig, RunMeshConfig
+from spell_jax.launch import step_time, topologies
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from launch import tpu_vm
+from spell_jax.launch import tpu_vm
 from tests.paths import ROOT
 
 PLACE = ["--name=night", "--zone=us-west4-a"]

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import pytest
 
-from launch import aot
-from launch.work import ProgramCounts, Work
+from spell_jax.launch import aot
+from spell_jax.launch.work import ProgramCounts, Work
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from tests.launch.test_aot import small_config

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from absl import flags
 
-from launch import xmanager
-from launch.xmanager import WorkUnit
+from spell_jax.launch import xmanager
+from spell_jax.launch.xmanager import WorkUnit
 from spell_jax.runtime.log.metrics import read_metrics
 
 TINY = "configs/tiny.py"

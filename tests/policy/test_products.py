@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from launch import topologies
+from spell_jax.launch import topologies
 from spell_jax.policy import products, transformer
 from spell_jax.policy.choices import COMPUTE_DTYPES, DTYPES
 from spell_jax.policy.config import PolicyConfig

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launch import topologies
+from spell_jax.launch import topologies
 from spell_jax.runtime.bits import as_bits, from_bits
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax.linen import logical_axis_rules
 
-from launch import aot
+from spell_jax.launch import aot
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import lm_head

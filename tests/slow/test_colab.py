@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from launch import random_policy
+from spell_jax.launch import random_policy
 from spell_jax.policy.model import find_folder
 from spell_jax.runtime.log.metrics import read_metrics
 from tests.paths import ROOT

@@ -8,10 +8,10 @@ import pathlib
 import pytest
 from etils import epath
 
-from launch.experiments.ladder import __main__ as experiment
-from launch.experiments.ladder import config as ladder
-from launch.experiments.ladder import warm_start_config, world
 from spell_jax.data.questions import read_questions
+from spell_jax.launch.experiments.ladder import __main__ as experiment
+from spell_jax.launch.experiments.ladder import config as ladder
+from spell_jax.launch.experiments.ladder import warm_start_config, world
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime.files.episodes import read_episodes
 from spell_jax.runtime.log.metrics import read_metrics

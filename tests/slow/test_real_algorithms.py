@@ -25,10 +25,10 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from launch import random_policy
 from spell_jax.configs import eapo, paper, reconstruction, rlvr
 from spell_jax.data.questions import Question, read_questions
 from spell_jax.data.samples import Sample
+from spell_jax.launch import random_policy
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.question_sets import padded

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from launch.experiments.ladder import config as ladder
-from launch.experiments.ladder import figure, world
-from launch.experiments.ladder.rows import TASK
+from spell_jax.launch.experiments.ladder import config as ladder
+from spell_jax.launch.experiments.ladder import figure, world
+from spell_jax.launch.experiments.ladder.rows import TASK
 from spell_jax.runtime import entry
 from spell_jax.runtime.files.episodes import read_episodes
 from spell_jax.runtime.files.jsonl import write_json, write_records

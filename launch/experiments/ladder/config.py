@@ -13,9 +13,9 @@ docs/ladder.md has the results, notebook.md the protocol and the times. Hardware
 from collections.abc import Mapping
 from typing import Any
 
-from launch.experiments.ladder import world
 from spell_jax.config import default_config
 from spell_jax.configs import tiny
+from spell_jax.launch.experiments.ladder import world
 from spell_jax.runtime.config import Config
 
 _STATIC = {"name": "rlvr", "static_temperature": 1.0}
@@ -72,7 +72,7 @@ def get_config(arm: str = "full") -> Config:
     # bfloat16 is chosen by the machine's CPU; float32 keeps the arms comparable between machines.
     config.policy.update(folder="runs/ladder_warm_start/policy", compute_dtype="float32")
 
-    config.data.source = "launch.experiments.ladder.world:make_clusters"
+    config.data.source = "spell_jax.launch.experiments.ladder.world:make_clusters"
     config.data.update(tasks=("general_qa",), task_weights=(1.0,))
     config.data.shuffle = arm != "yoked"  # which trains in the order of the full arm's questions
     config.data.tiny.update(clusters=192, documents=(9,))
@@ -81,7 +81,7 @@ def get_config(arm: str = "full") -> Config:
 
     algorithm = default_config(ARMS[arm].get("name", "spell")).algorithm
     questioner, reader = algorithm.questioner, algorithm.reader
-    algorithm.evaluation = "launch.experiments.ladder.evaluation:held_out"
+    algorithm.evaluation = "spell_jax.launch.experiments.ladder.evaluation:held_out"
     algorithm.update(prompts="compact", questions=48, generation_batch=48, max_generations=1)
     # All roles read all documents: what is hard about a question is its depth.
     questioner.update(documents=(9,), unread_documents=0, grounding_samples=0)

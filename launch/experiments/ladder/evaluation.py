@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from launch.experiments.ladder import world
-from launch.experiments.ladder.rows import TASK, verifier_row
 from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.algorithms.held_out import Exam, HeldOut
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.evaluation import Proposal, RoleExams, mean_of_rows
 from spell_jax.data.config import DataConfig, TinyEvaluationConfig
 from spell_jax.data.questions import Question
+from spell_jax.launch.experiments.ladder import world
+from spell_jax.launch.experiments.ladder.rows import TASK, verifier_row
 from spell_jax.selfplay import parsing
 from spell_jax.selfplay.memory import Entry
 

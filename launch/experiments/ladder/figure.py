@@ -26,8 +26,8 @@ from etils import epath
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from launch.experiments.ladder import world
 from spell_jax.evaluation.runner import SUMMARY
+from spell_jax.launch.experiments.ladder import world
 from spell_jax.runtime import intervals
 from spell_jax.runtime.files.episodes import read_episodes
 from spell_jax.runtime.log.metrics import read_metrics

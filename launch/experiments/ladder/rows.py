@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from launch.experiments.ladder import world
+from spell_jax.launch.experiments.ladder import world
 from spell_jax.question_sets.rows import Row, seeded_rows
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts

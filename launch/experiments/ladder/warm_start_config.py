@@ -14,7 +14,7 @@ from spell_jax.runtime.config import Config
 
 def get_config() -> Config:
     config = tiny_warm_start.get_config()
-    config.update(steps=480, source="launch.experiments.ladder.rows:demonstrations")
+    config.update(steps=480, source="spell_jax.launch.experiments.ladder.rows:demonstrations")
     config.policy.folder = "tiny"
     config.optimizer.learning_rate = 1.5e-3
     config.packing.update(buckets=((256, 144),), token_budget=2048)

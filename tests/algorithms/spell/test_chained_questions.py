@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from launch.experiments.ladder import world
-from launch.experiments.ladder.rows import TASK
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.clusters import in_memory
 from spell_jax.data.stream import TaskStream
+from spell_jax.launch.experiments.ladder import world
+from spell_jax.launch.experiments.ladder.rows import TASK
 from spell_jax.selfplay.memory import Entry
 from tests.algorithms.scripted import ScriptedModels, make_config, make_context, roll_out
 

@@ -10,12 +10,12 @@ import shlex
 import numpy as np
 import pytest
 
-from launch.experiments.ladder import __main__ as experiment
-from launch.experiments.ladder import config as ladder
-from launch.experiments.ladder import figure, world
-from launch.experiments.ladder import rows as ladder_rows
 from spell_jax.config import read
 from spell_jax.data.questions import read_questions
+from spell_jax.launch.experiments.ladder import __main__ as experiment
+from spell_jax.launch.experiments.ladder import config as ladder
+from spell_jax.launch.experiments.ladder import figure, world
+from spell_jax.launch.experiments.ladder import rows as ladder_rows
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime.files.jsonl import write_json, write_records

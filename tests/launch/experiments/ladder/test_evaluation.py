@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from launch.experiments.ladder import evaluation
 from spell_jax.algorithms.held_out import HeldOut
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.config import DataConfig, TinyConfig, TinyEvaluationConfig
+from spell_jax.launch.experiments.ladder import evaluation
 from tests.algorithms.scripted import ScriptedModels, make_context
 from tests.algorithms.spell.test_chained_questions import answer, write
 

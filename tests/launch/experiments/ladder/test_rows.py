@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from launch.experiments.ladder import world
-from launch.experiments.ladder.rows import TASK, LadderMixture, demonstrations
+from spell_jax.launch.experiments.ladder import world
+from spell_jax.launch.experiments.ladder.rows import TASK, LadderMixture, demonstrations
 from spell_jax.selfplay import parsing, prompts, rules
 
 PROMPTS = prompts.load("compact")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from launch.experiments.ladder import world
+from spell_jax.launch.experiments.ladder import world
 
 DOCUMENTS = ("- Arvo Oslo Bela Cato", "- Bela Paris Cato Arvo", "- Cato Rome Arvo Bela")
 
