@@ -88,6 +88,7 @@ setup(
         "chex>=0.1.90",
         "jaxtyping>=0.3.11",
         "numpy>=2.0.2",
+        "scipy>=1.13.1",  # similar documents of a folder; jax needs it as well
         "sentencepiece>=0.2.2",
         "safetensors>=0.5.3",
         "tokenizers>=0.22.0",
