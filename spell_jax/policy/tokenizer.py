@@ -10,12 +10,24 @@ from collections.abc import Iterable, Mapping, Sequence
 import sentencepiece
 
 from spell_jax.policy import chat as chats
-from spell_jax.policy.formats import hf_tokenizer
+from spell_jax.policy.formats import hf_tokenizer, sentencepiece_json
 from spell_jax.policy.tokenizer_base import Tokenizer, find_gaps
 from spell_jax.runtime.files import durable, remote
 
 MODEL_FILE = "tokenizer.model"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
+# The chat layout for transformers; the comment marks the files that `save` wrote.
+_MARK = "{#- written by spell_jax for tokenizer.model -#}"
+_TEMPLATE = _MARK + (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] != ('assistant' if loop.index0 % 2 else 'user') -%}"
+    "{{- raise_exception('the turns must be of user and assistant, in alternation') -}}"
+    "{%- endif -%}"
+    "{{- '<|user|>' + message['content'] if message['role'] == 'user'"
+    " else '<|assistant|>' + message['content'] + eos_token -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -75,6 +87,9 @@ class SentencePieceTokenizer(Tokenizer):
         return [*begun, *self._encode_parts([ids.get(part, part) for part in parts])]
 
     def token_text(self, token_id: int) -> str:
+        return self.piece(token_id)
+
+    def piece(self, token_id: int) -> str:
         return self._pieces.id_to_piece(token_id)
 
     def _encode_parts(self, parts: Iterable[int | str]) -> list[int]:
@@ -102,11 +117,21 @@ class SentencePieceTokenizer(Tokenizer):
         return parts
 
     def save(self, folder: str | pathlib.Path) -> None:
+        """Write tokenizer.model, and the files by which transformers reads it (`load` does not)."""
         durable.write_file(pathlib.Path(folder) / MODEL_FILE, self.model)
+        if not all(map(self._pieces.is_control, (self._user, self._assistant))):
+            return
+        names = {"eos_token": self.eos_id, "pad_token": self.pad_id}
+        texts = sentencepiece_json.convert(self.model, names, _TEMPLATE) or {}
+        for name, text in texts.items():
+            durable.write_file(pathlib.Path(folder) / name, text.encode())
 
 
 def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
     """Load the tokenizer of a folder or its URL; tokenizer.json is preferred to tokenizer.model.
+
+    Where SentencePieceTokenizer.save wrote both, tokenizer.model is preferred: its `encode` takes
+    no text for a control symbol.
 
     `thinking` says whether the assistant should think first, for chat templates with
     enable_thinking; None leaves the choice to the template.
@@ -116,9 +141,9 @@ def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
       ValueError: if a file is damaged, or the layout does not support `thinking`.
     """
     folder = remote.fetch(folder, with_weights=False)
-    if (folder / hf_tokenizer.HF_FILE).is_file():
-        return hf_tokenizer.HfTokenizer(folder, thinking)
     place = folder / MODEL_FILE
+    if (folder / hf_tokenizer.HF_FILE).is_file() and not (place.is_file() and _is_own(folder)):
+        return hf_tokenizer.HfTokenizer(folder, thinking)
     if not place.is_file():
         raise FileNotFoundError(
             f"{folder}: no tokenizer there, needs {hf_tokenizer.HF_FILE} or {MODEL_FILE}"
@@ -132,6 +157,12 @@ def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
     files = hf_tokenizer.read_files(folder, (hf_tokenizer.GENERATION, hf_tokenizer.ARCHITECTURE))
     tokenizer.add_ends(files, folder)
     return tokenizer
+
+
+def _is_own(folder: pathlib.Path) -> bool:
+    """Return whether SentencePieceTokenizer.save wrote the folder's tokenizer_config.json."""
+    config = folder / hf_tokenizer.CONFIG
+    return config.is_file() and _MARK.encode() in config.read_bytes()
 
 
 def train(

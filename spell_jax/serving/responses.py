@@ -178,8 +178,8 @@ class Responses:
         return entries
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self._token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        values = [*self._tokenizer.token_bytes(token)]
+        return {"token": self._token_text(token), "logprob": logprob, "bytes": values}
 
     def _columns(
         self,

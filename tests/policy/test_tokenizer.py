@@ -8,6 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.formats import sentencepiece_json
+from spell_jax.policy.formats.hf_tokenizer import HfTokenizer
 from spell_jax.policy.tokenizer import ASSISTANT, MODEL_FILE, USER, SentencePieceTokenizer
 
 TEXTS = ["The report of Harbour 7 counts 1250 crates.", "Question: who signed?\nAnswer: Mia"] * 20
@@ -84,6 +86,41 @@ def test_training_is_deterministic() -> None:
 def test_save_and_load(tmp_path) -> None:
     tokenizer().save(tmp_path)
     assert tokenizers.load(tmp_path).encode(TEXTS[1]) == tokenizer().encode(TEXTS[1])
+
+
+def test_own_folder_with_files_for_transformers_is_read_from_the_model(tmp_path) -> None:
+    tokenizer().save(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *(MODEL_FILE, "tokenizer.json", "tokenizer_config.json", sentencepiece_json.MODULE)
+    }
+    assert isinstance(tokenizers.load(tmp_path), SentencePieceTokenizer)
+    # Another tool's tokenizer.json is preferred to tokenizer.model.
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert isinstance(tokenizers.load(tmp_path), HfTokenizer)
+
+
+def test_models_without_an_equal_get_no_tokenizer_json(tmp_path) -> None:
+    plain: dict[str, object] = {
+        **{"model_type": "bpe", "normalization_rule_name": "identity", "byte_fallback": True},
+        **dict.fromkeys(
+            ("add_dummy_prefix", "remove_extra_whitespaces", "hard_vocab_limit"), False
+        ),
+    }
+    changes: list[dict[str, object]] = [
+        *({"byte_fallback": False}, {"normalization_rule_name": "nmt_nfkc"}),
+        *({"add_dummy_prefix": True}, {"remove_extra_whitespaces": True}),
+    ]
+    for options in ({}, {"model_type": "unigram", "byte_fallback": False}, *changes):
+        model = trained(tmp_path, vocab_size=320, **plain | options).model
+        assert (sentencepiece_json.convert(model, {}, "") is None) == bool(options), options
+
+
+def test_bytes_of_tokens_make_the_bytes_of_a_text() -> None:
+    t, text = tokenizer(), "naïve 你好 🙂\ufffd Mia\x00"
+    ids = t.encode(text)
+    assert b"".join(map(t.token_bytes, ids)) == text.encode()
+    assert any(len(t.token_bytes(i)) == 1 and t.token_bytes(i)[0] > 127 for i in ids)
+    assert t.token_bytes(t.eos_id) == b"</s>"
 
 
 def test_missing_or_damaged_model_file_is_reported(tmp_path) -> None:

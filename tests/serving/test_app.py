@@ -297,6 +297,9 @@ def test_stream_and_body_are_equal(demo):
         assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice["finish_reason"]]
         entries = [entry for c in mine if c["logprobs"] for entry in c["logprobs"]["content"]]
         assert entries == choice["logprobs"]["content"]
+        values = bytes(value for entry in entries for value in entry["bytes"])
+        text = values.removesuffix(b"</s>").decode(errors="replace")
+        assert text.replace("\ufffd", "") == choice["message"]["content"].replace("\ufffd", "")
     assert len(chunks) > 9  # several calls of the sampler
 
 

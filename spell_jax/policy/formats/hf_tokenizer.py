@@ -200,6 +200,9 @@ class HfTokenizer(Tokenizer):
     def token_text(self, token_id: int) -> str:
         return self._all.decode([token_id], skip_special_tokens=False)
 
+    def piece(self, token_id: int) -> str:
+        return self._all.id_to_token(token_id) or ""  # of a gap
+
     def save(self, folder: str | pathlib.Path) -> None:
         for name, content in self._files.items():
             durable.write_file(pathlib.Path(folder) / name, content)

@@ -408,3 +408,14 @@ def test_thought_that_the_template_opens_is_part_of_the_text(tmp_path: Path, spe
     assert thought + tokenizer.decode(answer) == "<think>\nb</think>The answer is b"
     cut = thought + tokenizer.decode(answer[:1])
     assert rules.visible_text(cut) is None
+
+
+@pytest.mark.parametrize(
+    ("describe", "config"), [(byte_level, CONFIG), (byte_fallback, {"eos_token": "</s>"})]
+)
+def test_bytes_of_tokens_make_the_bytes_of_a_text(tmp_path: Path, describe, config) -> None:
+    words = tokenizers.load(write(tmp_path / "a", describe(), config))
+    text = "ab 漢字 é🙂 \x00"
+    text_bytes = b"".join(words.token_bytes(i) for i in words.encode(text))
+    assert text_bytes.removeprefix(b" ") == text.encode()  # a model may begin with a space
+    assert words.token_bytes(words.eos_id).decode() == words.token_text(words.eos_id)
