@@ -135,7 +135,8 @@ def build(config: Config, out: str, options: Sequence[str] = ()) -> dict[str, An
     """Run all unfinished stages and return the manifest.
 
     `config` has the fields of configs/data/base.py; `out` is local or on any file system that Beam
-    supports. Raises ValueError if a field is invalid, FileNotFoundError if a source has no files.
+    supports. Raises ValueError if a field is invalid, FileNotFoundError if a source has no files,
+    EndedError if there are too few clusters for the tasks.
     """
     plan = make_plan(config)
     paths.check_characters("out", out)
@@ -214,7 +215,10 @@ def run_stages(plan: BuildPlan, stages: Stages) -> tuple[list[Done], dict[str, d
     )
     pools = {c["id"]: c["pool"] for c in stages.read_records("cluster/clusters", ["id", "pool"])}
     # The flow between pools and tasks needs all numbers at once, so the driver assigns the tasks.
-    assignment = {} if stages.only_check else tasks.assign_tasks(pools, plan.tasks)
+    try:
+        assignment = {} if stages.only_check else tasks.assign_tasks(pools, plan.tasks)
+    except ValueError as error:  # of the data, which only the stages before could count
+        raise entry.EndedError(f"{error}; give more documents, or fewer tasks") from error
     make = functools.partial(tasks.make_tasks, assignment=assignment)
     fields = dataclasses.asdict(plan.tasks)
     clusters = {"clusters": "cluster/clusters"}

@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from spell_jax.policy import chat as chats
 
-
 _SPACE = "▁"  # U+2581, a space in vocabularies like SentencePiece's
 
 

@@ -315,12 +315,20 @@ def parse_flags(
         # A get_config may name its file and argument, which the flag shows already.
         flag, (place, _, remedy) = head.removeprefix("flag ").rstrip(":"), text.partition(": ")
         raise ValueError(f"{flag}: {remedy if flag.endswith(place) else text}") from error
+    except SyntaxError as error:
+        # A bug elsewhere too, but its place and words fit one line.
+        raise ValueError(
+            f"--config: {error.filename}, line {error.lineno}: {error.msg}: "
+            f"{(error.text or '').strip()}"
+        ) from error
     # ml_collections raises the error of a missing file from another error; the cause names the
     # file.
     except OSError as error:
         text = str(error.__cause__ or error).splitlines()[-1].strip()
         if isinstance(error, FileNotFoundError) or "No such file" in text:
             text = _no_such_config(argv)
+        if "Is a directory" in text:
+            text = f"--config = {_config_value(argv)!r}: is a folder; must be a file"
         raise ValueError(text) from error
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         # A frame of the config file itself means that its code raised the error, not a flag.
@@ -329,6 +337,9 @@ def parse_flags(
             if line := _missing_field(error):
                 raise ValueError(line) from error
             raise
+        if "no attribute 'get_config" in str(error):
+            text = f"--config = {_config_value(argv)!r}: has no function get_config; must have one"
+            raise ValueError(text) from error
         raise ValueError(_no_such_field(error, argv)) from error
 
 
@@ -380,8 +391,12 @@ def _config_name(path: str) -> str:
     return path.removeprefix("spell_jax/").removeprefix("configs/").removesuffix(".py")
 
 
+def _config_value(argv: Sequence[str]) -> str:
+    return next((a.partition("=")[2] for a in argv if a.startswith("--config=")), "")
+
+
 def _no_such_config(argv: Sequence[str]) -> str:
-    value = next((a.partition("=")[2] for a in argv if a.startswith("--config=")), "")
+    value = _config_value(argv)
     names = [name for name in paths.shipped_configs() if "/" not in name]
     close_names = difflib.get_close_matches(_config_name(value.partition(":")[0]), names, 1)
     hint = f"did you mean {close_names[0]}? It " if close_names else ""

@@ -194,6 +194,11 @@ def test_command_line_writes_answers_to_valid_requests(tmp_path: Path, workdir: 
 
 
 @pytest.mark.slow
+def test_folder_as_out_is_refused_before_the_policy_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r": is a folder, must be a file; move or remove it$"):
+        generation.answer_requests(SimpleNamespace(out=str(tmp_path)))
+
+
 def test_command_line_searches_an_evidence_tree(tmp_path: Path, workdir: Path) -> None:
     records = [{"documents": DOCUMENTS, "question": "hills?", "answer": "3"}, {"role": "responder"}]
     source, out = write(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"

@@ -338,7 +338,7 @@ def test_shipped_configs_have_names(name, tmp_path, monkeypatch):
         (["--config", "tinny"], "no such file; did you mean tiny\\?"),
         (["--config={config}", "--config.sigma=2"], "mean --config.algorithm.sigma\\?$"),
         (["--config=tiny", "--config.group_size=2"], "mean --config.algorithm.group_size or "),
-        (["--config=/"], r"^\[Errno 21\] Is a directory: '/'$"),
+        (["--config=/"], r"^--config = '/': is a folder; must be a file$"),
         (["--config={config}", "--cuont=2"], "Unknown command line flag 'cuont'. Did you mean"),
         (["--config={config}", "--count=many"], "flag --count=many"),
         (["--count=2"], "^--config: must be given$"),
@@ -368,6 +368,22 @@ def test_flags_that_jax_cannot_hold_are_refused(flag, largest, monkeypatch, caps
     assert (error := capsys.readouterr().err).startswith(line) and error.endswith(
         f" to {largest}\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\n\ndef get_config(:\n", r"line 3: invalid syntax: def get_config\(:$"),
+        ("x = 1\n", r"^--config = '.*config\.py': has no function get_config; must have one$"),
+    ],
+)
+def test_config_file_without_a_config_is_refused(text, message, config, monkeypatch, capsys):
+    # ml_collections loads every config file into one module, which keeps earlier functions.
+    monkeypatch.delitem(sys.modules, "config_config", raising=False)
+    config.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        parse(f"--config={config}")
+    ended(error.value, capsys)
 
 
 def test_errors_in_a_config_file_propagate_with_details(config, capsys):
