@@ -1,7 +1,8 @@
 """Compile a run's programs for a TPU slice or GPU that is absent; report memory and collectives.
 
     python -m launch.aot --config=configs/paper.py:qwen2.5-7b-instruct --topology=v5e-16 \
-        [--length=16384] [--phase=all] [--policy=CONFIG.json] [--layers=2] [--config.X=Y ...]
+        --config.mesh.fsdp=4 --config.mesh.context=4 [--length=16384] [--phase=all] \
+        [--policy=CONFIG.json] [--layers=2] [--config.X=Y ...]
     python -m launch.aot --program=examples/jitted_step.py --topology=v5e-16
 
 1. The architecture comes from a Hugging Face config.json, which ships for the paper's models. No
@@ -116,9 +117,10 @@ def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig
     needed. `layers` above 0 replaces L.
     """
     folder = config.policy.folder
-    if not path and paths.is_remote(folder):
+    is_known = known_shape(folder) is not None  # by its name, without a request
+    if not path and paths.is_remote(folder) and not is_known:
         path = f"{folder}/config.json"
-    if path or is_available(folder):
+    if path or (is_available(folder) and not paths.is_remote(folder)):
         file = remote.fetch(path) if path else find_folder(folder) / "config.json"
         if not file.is_file():
             raise FileNotFoundError(f"policy = {str(file)!r}: must be a Hugging Face config.json")

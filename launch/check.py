@@ -170,9 +170,9 @@ def check(
         shape_and_tokenizer = attempt(f"{name}.folder", read_model, model, folder)
         if shape_and_tokenizer:
             attempt(f"{name}.folder", _check_weights, model.folder, folder)
-    _check_devices(checked, topology, memory_gib)
+    check_devices(checked, topology, memory_gib)
     if len(checked.mistakes) == before:
-        checked.plan = attempt("mesh", _plan, checked, run)
+        checked.plan = attempt("mesh", plan_memory, checked, run)
         attempt("mesh", device_checks.check_memory, checked.plan)
     for line in mistakes.values():
         if line.startswith("data."):
@@ -271,7 +271,7 @@ def _check_weights(source: str, folder: pathlib.Path) -> None:
 # ------------------------------------------------------------------------------ Devices and memory
 
 
-def _check_devices(checked: Checked, name: str, memory_gib: float) -> None:
+def check_devices(checked: Checked, name: str, memory_gib: float = 0.0) -> None:
     """Check that sizes split over the devices and that training rows hold the longest answer."""
     layout, sampling, mesh = map(checked.section, ("packing", "sampler", "mesh"))
     attempt = checked.attempt
@@ -314,7 +314,7 @@ def _check_longest(
         )
 
 
-def _plan(checked: Checked, run: RunConfig) -> MemoryPlan:
+def plan_memory(checked: Checked, run: RunConfig) -> MemoryPlan:
     """Plan memory (memory_plan.py) for the largest micro-batch that the run may have."""
     config, layout = checked.config, run.packing
     assert checked.policy and checked.topology

@@ -1,8 +1,10 @@
 """Rent a TPU slice on Google Cloud, run a command on it, and restart it when the slice is lost.
 
     python -m launch.tpu_vm watch --name=spell --zone=us-west4-a --topology=v5e-16 --spot \
-        -- -m spell_jax.train --config=configs/paper.py:qwen2.5-7b-instruct
-        --workdir=gs://BUCKET/run
+        -- -m spell_jax.train --config=configs/paper.py:qwen2.5-7b-instruct \
+        --config.mesh.fsdp=4 --config.mesh.context=4 --workdir=gs://BUCKET/run \
+        --config.policy.folder=gs://BUCKET/Qwen2.5-7B-Instruct \
+        --config.data.source=gs://BUCKET/clusters
 
 `create` queues a request for the slice. `copy` packs the committed files and installs them on all
 workers. `run` starts Python there with the arguments after `--`, detached; a worker refuses a
@@ -10,6 +12,10 @@ second command. `status` and `logs` inspect it. `delete` deletes the slice. `wat
 this: it polls every --poll_seconds; if the slice or a worker is lost, or the command was preempted
 (exit status 75 or 143), it deletes the slice and starts over. It ends with the command's exit
 status, at once for a mistake of the user (2).
+
+Before anything is rented, `watch` checks a command `-m spell_jax.train`: its config, and whether
+the run fits into the slice's memory (rental_check.py). For a model that is neither on this machine
+nor well-known, --policy names its config.json; --skip_check rents without the check.
 
 Every call is printed before it is made, ready to paste into a shell. With --dry_run none is made.
 The required setup (gcloud, permissions, buckets) is in docs/launching.md.
@@ -30,7 +36,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from spell_jax.launch import topologies
+from spell_jax.launch import rental_check, topologies
 from spell_jax.runtime import entry, terminal
 from spell_jax.runtime.hosts import sigterm
 
@@ -306,7 +312,7 @@ def parse(words: Sequence[str]) -> Namespace:
     add("--name", required=True, help="name of the slice")
     add("--zone", required=True, help="Google Cloud zone, such as us-west4-a")
     add("--project", default="", help="Google Cloud project (default: gcloud's)")
-    add("--topology", default="v5e-16", choices=topologies.TOPOLOGIES, help="default: v5e-16")
+    add("--topology", default="v5e-16", help="slice; default: v5e-16")
     add("--runtime_version", default="", help="image of the machines (default: the generation's)")
     capacity = parser.add_mutually_exclusive_group()
     kind: dict[str, Any] = {"dest": "capacity", "action": "append_const", "default": []}
@@ -316,12 +322,19 @@ def parse(words: Sequence[str]) -> Namespace:
     add("--worker", type=int, default=0, help="worker whose log is shown")
     add("--max_restarts", type=int, default=50, help="times that a lost slice is requested again")
     add("--poll_seconds", type=float, default=60, help="seconds between two polls")
+    add("--policy", default="", help="the policy's config.json, for the check of memory")
+    add("--skip_check", action="store_true", help="rent without a check of the run")
     add("--dry_run", action="store_true", help="print the calls without making them")
     end = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:end])
     options.command = shlex.join(words[end + 1 :])
     if bool(options.command) != (options.action in ("run", "watch")):
         parser.error("run and watch need the arguments of Python after --; other actions take none")
+    try:
+        if not topologies.find(options.topology).accelerator:
+            parser.error(f"--topology={options.topology}: must be a TPU slice, such as v5e-16")
+    except ValueError as error:
+        parser.error(str(error))
     if options.max_restarts < 0 or not options.poll_seconds > 0:
         parser.error("--max_restarts must be at least 0 and --poll_seconds above 0")
     options.place = [
@@ -335,6 +348,11 @@ def parse(words: Sequence[str]) -> Namespace:
 
 def act(options: Namespace) -> int:
     """Perform the action; return the exit status."""
+    if options.action == "watch" and not options.skip_check:
+        command = shlex.split(options.command)
+        if mistakes := rental_check.find_mistakes(command, options.topology, options.policy):
+            print("\n".join(f"error: {mistake}" for mistake in mistakes), file=sys.stderr)
+            return entry.EXIT_CODE
     if options.action == "watch":
         try:
             return watch(options)

@@ -40,11 +40,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from absl import flags
-from ml_collections import config_flags
 
 from spell_jax.config import collect_mistakes, model_sections
 from spell_jax.data.config import is_generated
 from spell_jax.data.tfds_sets import is_tfds
+from spell_jax.launch import rental_check
 from spell_jax.launch.aot import split_outside_brackets
 from spell_jax.launch.experiments import registry as experiments
 from spell_jax.policy.model import find_folder
@@ -152,16 +152,8 @@ def _check_overrides(overrides: Sequence[str], fields: Collection[str], reason: 
 
 
 def read_config(unit: WorkUnit) -> Config:
-    """Build the config that `spell_jax.train` will get from the unit's flags.
-
-    Errors are as in `entry.parse_flags`.
-    """
-    # Flag values of its own, because absl's global flags hold the launcher's --config.
-    values = flags.FlagValues()
-    arguments = ["launch.xmanager", *(flag for flag in unit.flags if flag.startswith("--config"))]
-    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
-    entry.parse_flags(arguments, values, values)
-    return values["config"].value
+    """Build the config that `spell_jax.train` will get; errors as in rental_check.read_config."""
+    return rental_check.read_config(unit.flags)
 
 
 def check_config(config: Config, executor: str) -> None:

@@ -43,8 +43,11 @@ class Found(NamedTuple):
 
 def find(path: pathlib.Path) -> Iterator[Found]:
     """Yield commands of a page, with variables that the page sets replaced by their values."""
-    text = path.read_text(encoding="utf-8")
-    page = str(path.relative_to(measurements.ROOT))
+    yield from find_in(path.read_text(encoding="utf-8"), str(path.relative_to(measurements.ROOT)))
+
+
+def find_in(text: str, page: str) -> Iterator[Found]:
+    """Yield commands of the text of a page, or of a docstring."""
     variables: dict[str, str] = {}
     for block in blocks(text):
         for line in _lines(block):

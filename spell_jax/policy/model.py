@@ -141,7 +141,8 @@ def known_shape(folder: str) -> PolicyConfig | None:
     """
     # Plans and checks need a shape where no copy of the model is.
     fields = json.loads((pathlib.Path(__file__).parent / "shapes.json").read_text())
-    hf_config = fields.get(pathlib.PurePath(folder).name)
+    name, _, _ = pathlib.PurePath(folder).name.partition("@")  # hf://OWNER/NAME@REVISION
+    hf_config = fields.get(name)
     return PolicyConfig.from_hf(hf_config) if hf_config else None
 
 

@@ -291,6 +291,27 @@ def test_logs_follow_one_worker(cloud):
 # ------------------------------------------------------------------------------------ Printing only
 
 
+TOO_LARGE = ["--", "-m", "spell_jax.train", "--config=configs/paper.py:qwen2.5-7b-instruct"]
+TOO_LARGE += ["--workdir=gs://b/run", "--config.data.source=gs://b/clusters"]
+FITTING = [*TOO_LARGE, "--config.mesh.fsdp=4", "--config.mesh.context=4"]
+
+
+@pytest.mark.parametrize("options", [[], ["--dry_run"]])
+def test_watch_refuses_a_run_that_does_not_fit_before_any_call(cloud, capsys, options):
+    assert cloud.main("watch", *options, *TOO_LARGE) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: packing.token_budget = 51200: accumulate takes 30.21 GiB of a")
+    assert err.count("\n") == 1 and out == "" and cloud.calls() == []
+
+
+@pytest.mark.parametrize(
+    "words", [FITTING, ["--topology=v5p-32", *TOO_LARGE], ["--skip_check", *TOO_LARGE]]
+)
+def test_watch_rents_for_a_run_that_fits_or_unchecked(cloud, capsys, words):
+    assert cloud.main("watch", "--dry_run", *words) == 0
+    assert "queued-resources create" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("action", tpu_vm.COMMANDS)
 def test_dry_run_prints_calls_without_making_them(cloud, monkeypatch, capsys, action):
     monkeypatch.setenv("PATH", str(cloud.root / "nothing"))  # any call would fail
@@ -511,7 +532,8 @@ def test_hanging_call_is_killed_with_its_child_processes(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["create", "--topology=v5e-12"], "--topology: invalid choice: 'v5e-12' (choose from "),
+        (["create", "--topology=v5e-12"], "topology = 'v5e-12': did you mean v5e-128 or "),
+        (["create", "--topology=l4:1"], "--topology=l4:1: must be a TPU slice, such as v5e-16"),
         (["create", "--spot", "--reserved"], "not allowed with argument --spot"),
         (["run"], "run and watch need the arguments of Python after --"),
         (["delete", "--", "-m", "x"], "other actions take none"),

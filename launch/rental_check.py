@@ -1,0 +1,107 @@
+"""Check a training command for a slice that is not rented yet (launch.tpu_vm watch).
+
+Fields, devices and memory are checked as by launch.check. Files that the run reads are where it
+will run, so they are not looked for here. Memory needs the policy's shape: of a config.json that is
+named or in the policy's folder, or of a well-known model by the folder's name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import jax
+from absl import flags
+from ml_collections import config_flags
+
+from spell_jax.config import collect_mistakes
+from spell_jax.data.config import is_generated
+from spell_jax.launch import aot, check, device_checks
+from spell_jax.learner.loss_config import LossConfig
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import entry
+from spell_jax.runtime.config import Config
+from spell_jax.runtime.files.remote import FetchError
+
+TRAINING = ("-m", "spell_jax.train")  # arguments of Python before the flags of a training run
+
+
+def find_mistakes(command: Sequence[str], topology: str, shape: str = "") -> list[str]:
+    """Return a line for each mistake in a command, including too little memory on the slice.
+
+    Args:
+      command: arguments of Python. Only those of `-m spell_jax.train` are checked.
+      topology: name of the slice.
+      shape: the policy's config.json; "" if the shape is known by config.policy.folder.
+    """
+    jax.config.update("jax_platforms", "cpu")  # a few small arrays; no TPU is claimed for them
+    if tuple(command[:2]) != TRAINING:
+        return []
+    try:
+        config = read_config(command[2:])
+    except entry.USER_ERRORS as error:
+        return [str(error)]
+    return check_fields(config, topology, shape).mistakes
+
+
+def read_config(train_flags: Sequence[str]) -> Config:
+    """Build the config that `spell_jax.train` will get from these flags.
+
+    Errors are as in `entry.parse_flags`.
+    """
+    # Flag values of its own, because absl's global flags hold the launcher's --config.
+    values = flags.FlagValues()
+    arguments = ["launch", *_config_flags(train_flags)]
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
+    flags.mark_flag_as_required("config", flag_values=values)
+    entry.parse_flags(arguments, values, values)
+    return values["config"].value
+
+
+def _config_flags(train_flags: Sequence[str]) -> Iterator[str]:
+    """Yield --config and --config.FIELD as --NAME=VALUE, whether or not the value is a word."""
+    words = iter(train_flags)
+    for word in words:
+        if word.startswith("--config"):
+            yield word if "=" in word else f"{word}={next(words, '')}"
+
+
+def check_fields(config: Config, topology: str, shape: str = "") -> check.Checked:
+    """Check fields, devices and memory of a run; arguments are as of `find_mistakes`."""
+    run, mistakes = collect_mistakes(_without_files(config))
+    checked = check.Checked(config, run, {field.partition(".")[0] for field in mistakes})
+    if run is None:
+        checked.mistakes += mistakes.values()
+        return checked
+    of_data = [line for field, line in mistakes.items() if field.startswith("data.")]
+    checked.mistakes += [line for line in mistakes.values() if line not in of_data]
+    attempt = checked.attempt
+    if "policy" not in checked.wrong:
+        checked.policy = attempt("policy.folder", _read_policy, config, shape)
+    attempt("loss", LossConfig.check_policy, checked.section("loss"), checked.policy)
+    check.check_devices(checked, topology)
+    if not checked.mistakes:
+        checked.plan = attempt("mesh", check.plan_memory, checked, run)
+        attempt("mesh", device_checks.check_memory, checked.plan)
+    checked.mistakes += of_data  # the memory does not depend on data
+    return checked
+
+
+def _read_policy(config: Config, shape: str) -> PolicyConfig:
+    try:
+        return aot.read_policy(config, shape)
+    except FetchError as error:
+        raise ValueError(f"{error}; or name the model's config.json by --policy") from error
+
+
+def _without_files(config: Config) -> Config:
+    """Return a copy whose files and packages need not be on this machine."""
+    copied = copy.deepcopy(config)
+    data = copied.get("data", {})
+    if data.get("source") and not is_generated(data.source):
+        data.source = "."
+    for name in ("questions", "validation"):
+        if data.get(name):
+            data[name] = __file__
+    copied.update(init_from="", wandb="")
+    return copied
