@@ -28,10 +28,11 @@ class WordIndex:
         vectors.sort_indices()
         document_counts = np.bincount(vectors.indices, minlength=len(columns))
         rarity = 1 + np.log((1 + len(documents)) / (1 + document_counts))
-        vectors = vectors @ sparse.diags_array(rarity)
-        lengths = np.sqrt((vectors**2).sum(axis=1))
-        self._vectors = (sparse.diags_array(1 / lengths) @ vectors).tocsr()
-        self._postings = self._vectors.T.tocsr()  # inverted index: word -> documents
+        vectors.data *= rarity[vectors.indices]
+        rows = np.repeat(np.arange(len(documents)), np.diff(ends))
+        vectors.data /= np.sqrt(np.bincount(rows, vectors.data**2))[rows]
+        self._vectors = vectors
+        self._postings = sparse.csr_array(vectors.T)  # inverted index: word -> documents
 
     def similarities(self, document: int) -> np.ndarray:
         """Return the cosine of a document's vector with every document's, float64 [documents].

@@ -213,7 +213,7 @@ def _stack(axes: Axes, curves: Sequence[tuple[str, int, Sequence]]) -> None:
     areas = axes.stackplot(steps, heights, labels=labels, colors=colors, alpha=0.75)
     for area, (_, m, _) in zip(areas, curves, strict=True):
         # Colors recur after seven areas: stripes tell these apart.
-        area.set_hatch("///" if m >= len(_COLORS) else None)
+        area.set_hatch("///" if m >= len(_COLORS) else "")
     axes.margins(0)
 
 
