@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from absl import flags
 
-from spell_jax import run_flags
 from spell_jax.runtime import entry
+from spell_jax.trainer import flags as train_flags
 
 
 def main(_) -> None:
@@ -30,5 +30,5 @@ def main(_) -> None:
 
 if __name__ == "__main__":
     # Defined here, so that one process may import several entry points.
-    run_flags.define_flags()
-    entry.run_main(main, describe_config=run_flags.describe_config)
+    train_flags.define_flags()
+    entry.run_main(main, describe_config=train_flags.describe_config)

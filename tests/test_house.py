@@ -464,8 +464,9 @@ def test_checkout_follows_the_house_rules(checkout):
 
 
 def test_import_graph_stays_small(counts):
-    # 14 folders, config.py and the entry points.
-    assert counts["rooms"] <= 23 and counts["floors"] <= 10 and counts["arrows"] <= 93
+    # 14 folders, config.py, the entry points and api.py, which has 7 of the arrows: it calls what
+    # the entry points call.
+    assert counts["rooms"] <= 24 and counts["floors"] <= 10 and counts["arrows"] <= 100
     assert counts["circles between rooms"] == counts["circles between modules"] == 0
 
 

@@ -16,8 +16,9 @@ from markdown.extensions.toc import slugify
 
 from docs.tools import commands
 from docs.tools.measurements import ROOT
-from spell_jax import config, config_help
+from spell_jax import config
 from spell_jax.algorithms import registry
+from spell_jax.trainer import config_help
 
 # An entry of "Public names:" in the docstring of a room: `module.name, module.name: meaning`.
 _PUBLIC_NAMES = re.compile(r"^  (\w+[\w., \n]*?): ", re.MULTILINE)

@@ -17,9 +17,10 @@ from tests.paths import ROOT
 # Load each config by its name, and find the policy that it starts from if that ships, too.
 CONFIGS = """
 import pathlib, spell_jax
-from spell_jax import config, config_help
+from spell_jax import config
 from spell_jax.policy.model import find_folder
 from spell_jax.runtime.files import paths
+from spell_jax.trainer import config_help
 
 assert pathlib.Path(spell_jax.__file__).parents[1] == pathlib.Path.cwd().parent / "site"
 for name in paths.shipped_configs():

@@ -7,10 +7,10 @@ import re
 import pytest
 
 import spell_jax
-from spell_jax import config_help
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import flat
 from spell_jax.runtime.files import paths
+from spell_jax.trainer import config_help
 
 NAMES = [name for name in paths.shipped_configs() if "/" not in name]
 

@@ -25,6 +25,8 @@ def define_flags() -> None:
 
 def describe_config(config: Config, name: str) -> str:
     """Return the text of --help_config; `name` is a section, "" for all."""
-    from spell_jax import config_help  # with jax, which other mistakes in flags do not wait for
+    from spell_jax.trainer import (
+        config_help,  # with jax, which other mistakes in flags do not wait for
+    )
 
     return config_help.describe(config, name)
