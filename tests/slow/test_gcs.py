@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import pathlib
 import shutil
@@ -30,7 +31,7 @@ from tensorboardX.record_writer import GCSRecordWriter
 
 from data_pipeline import sources
 from data_pipeline.sources import SourceConfig, list_files
-from spell_jax import export, sft, train
+from spell_jax import export, sft
 from spell_jax.configs import tiny_warm_start
 from spell_jax.data.config import DataConfig, open_clusters
 from spell_jax.evaluation import generation, runner
@@ -52,6 +53,7 @@ from spell_jax.trainer import loop
 from tests import evaluating, noise, tiny
 from tests.data.prepared_sets import TEXT, prepare
 
+train = importlib.import_module("spell_jax.train")  # the command, not spell_jax.train()
 RANDOM = ("checkpoints/", "tensorboard/")  # folders with random names and times in names
 SETTINGS = {"checkpoint_every": 1, "validate_every": 1, "evaluate": True}
 
