@@ -409,7 +409,7 @@ def describe(checked: Checked) -> str:
         "devices": [topologies.describe(checked.topology, checked.meshes)],
         "dtype": _describe_dtype(checked),
         "a step": _describe_step(run),
-        "reward": filter(None, [run.algorithm.reward_summary()]),
+        "reward": _describe_reward(run),
         "trained": _describe_update(checked, run),
         "memory": [above, *plan.table(checked.plan).splitlines()],
         "writes": [_describe_files(checked)],
@@ -465,6 +465,11 @@ def _describe_step(run: RunConfig) -> Iterator[str]:
         count = budget.prompts * budget.replies
         of = f": {budget.prompts:,} prompts x {budget.replies}" if budget.replies > 1 else ""
         yield f"  {count:7,} {budget.what}{of}"
+
+
+def _describe_reward(run: RunConfig) -> Iterator[str]:
+    if own_reward := run.algorithm.load_reward():
+        yield f"{own_reward} rewards the answers"
 
 
 def _describe_update(checked: Checked, run: RunConfig) -> Iterator[str]:

@@ -184,10 +184,6 @@ class AlgorithmConfig:
     def budget_summary(self) -> str:
         return "a step asks for"
 
-    def reward_summary(self) -> str:
-        """Describe the user's reward function, for launch.check; "" without one."""
-        return ""
-
 
 @dataclasses.dataclass(frozen=True)
 class RolloutBudget:

@@ -19,7 +19,7 @@ import dataclasses
 import inspect
 import math
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -107,7 +107,7 @@ class OwnReward:
         except Exception as error:
             answer = _read_last(error)
             place = f"reading {_describe(answer)}" if answer else self._describe_all(answers)
-            text = f"{self._field}: {type(error).__name__}: {error}, {place}"
+            text = f"{self}: {type(error).__name__}: {error}, {place}"
             raise RuntimeError(text) from error
 
     def _check(self, answers: Sequence[RewardInput], rewards: Any) -> list[float]:
@@ -116,10 +116,10 @@ class OwnReward:
         if not isinstance(rewards, list | tuple):
             returned = f"returned {rewards!r:.{_SHOWN}}"
             count = f"must return a list of {len(answers)} numbers"
-            raise ValueError(f"{self._field}: {returned}, {self._describe_all(answers)}; {count}")
+            raise ValueError(f"{self}: {returned}, {self._describe_all(answers)}; {count}")
         if len(rewards) != len(answers):
             raise ValueError(
-                f"{self._field}: returned {len(rewards)} rewards, {self._describe_all(answers)}; "
+                f"{self}: returned {len(rewards)} rewards, {self._describe_all(answers)}; "
                 "must return one for each answer"
             )
         least, largest = self.bounds
@@ -129,18 +129,31 @@ class OwnReward:
                 continue
             range_text = "" if math.isinf(least) else f" from {least:g} to {largest:g}"
             raise ValueError(
-                f"{self._field}: returned {number!r:.{_SHOWN}} for {_describe(answer)}; must be a "
+                f"{self}: returned {number!r:.{_SHOWN}} for {_describe(answer)}; must be a "
                 f"finite number{range_text}"
             )
         return [float(number) for number in numbers]
 
-    @property
-    def _field(self) -> str:
+    def __str__(self) -> str:
         return f"{FIELD} = {self.name!r}"
 
     @staticmethod
     def _describe_all(answers: Sequence[RewardInput]) -> str:
         return f"for {len(answers)} answers, the first to question {_shorten(answers[0].question)}"
+
+
+def conflicts(responder_reward: str, document_share: float) -> Iterator[str]:
+    """Yield a message for each field of `algorithm.responder` that a function makes ineffective."""
+    if responder_reward not in ("max", "rule"):
+        yield (
+            f"algorithm.responder.reward = {responder_reward!r}: must be 'max' (a verifier votes) "
+            f"or 'rule' (none votes) with {FIELD}, which combines rule and votes itself"
+        )
+    if document_share:
+        yield (
+            f"algorithm.responder.document_share = {document_share}: must be 0 with {FIELD}, which "
+            "rewards the whole answer"
+        )
 
 
 def _describe(answer: RewardInput) -> str:

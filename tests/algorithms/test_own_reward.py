@@ -371,11 +371,7 @@ def test_questions_that_the_rule_cannot_score_are_left_to_the_function(tmp_path)
 
 def test_check_describes_the_function():
     text = check.describe(check.check(own_config()))
-    line = f"algorithm.reward = '{HERE}:by_length' rewards the answers, a verifier votes"
-    assert f"\nreward   {line}\n" in text
-    algorithm = read(own_config(**{"responder.reward": "rule"})).algorithm
-    assert algorithm.reward_summary() == line.replace("a verifier", "no verifier")
-    assert read(own_config("")).algorithm.reward_summary() == ""
+    assert f"\nreward   algorithm.reward = '{HERE}:by_length' rewards the answers\n" in text
 
 
 # -------------------------------------------------------------------------------------- Whole runs

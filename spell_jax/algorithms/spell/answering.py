@@ -11,7 +11,7 @@ import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.algorithms.episode import ask_judge
-from spell_jax.algorithms.own_reward import RewardInput
+from spell_jax.algorithms.spell import own_rewards
 from spell_jax.algorithms.spell.config import QuestionsConfig, VerifiedConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.learner.packing import TrainGroup
@@ -42,7 +42,7 @@ class Answering(Generic[AnsweredEpisode]):
         self.config, self.group_size = config, group_size
         self.most_rounds, self.enough_questions = most_rounds, enough_questions
         self.prompts = context.prompts
-        self._judge = context.judge
+        self._judge, self._own_reward = context.judge, context.reward
         self._teacher_prompt = context.teacher_prompt
 
     def reward_rounds(
@@ -57,16 +57,13 @@ class Answering(Generic[AnsweredEpisode]):
         # (line 6) repeats rounds without end; its code ends the run.
         for batch in itertools.islice(batches, self.most_rounds):
             answered = ask_judge(self._judge, self.config.rule, batch)
-            episodes += self.reward_batch(answered, rng)
+            if self._own_reward is None:
+                episodes += [self.reward(e, rng) for e in answered]
+            else:
+                episodes += own_rewards.reward_all(self._own_reward, answered)
             if sum(e.mixed for e in episodes) >= self.enough_questions:
                 break
         return episodes
-
-    def reward_batch(
-        self, episodes: Sequence[AnsweredEpisode], rng: np.random.Generator
-    ) -> list[AnsweredEpisode]:
-        """Reward the answers of a round."""
-        return [self.reward(e, rng) for e in episodes]
 
     def answer_batches(
         self, ask: AskModels, batches: Iterable[list[AnsweredEpisode]], rng: np.random.Generator
@@ -133,7 +130,6 @@ class VerifiedAnswering(Answering[SpellEpisode]):
         sizes = config.group_size, config.max_generations, config.questions
         super().__init__(config, context, *sizes)
         self.responder, self.verifier = config.responder, config.verifier
-        self._own_reward = context.reward
 
     async def answer(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
         """Ask for answers; note which of them name a document that the questioner read."""
@@ -164,20 +160,6 @@ class VerifiedAnswering(Answering[SpellEpisode]):
 
     # 6. Rewards.
 
-    def reward_batch(
-        self, episodes: Sequence[SpellEpisode], rng: np.random.Generator
-    ) -> list[SpellEpisode]:
-        """Reward the answers of a round, by the user's function if there is one."""
-        if self._own_reward is None:
-            return super().reward_batch(episodes, rng)
-        inputs = [reward_inputs(e) for e in episodes]
-        # One call for the round: an endpoint gets its requests at once.
-        rewards = iter(self._own_reward([*itertools.chain(*inputs)]))
-        return [
-            replace(e, scores=tuple(itertools.islice(rewards, len(answers))))
-            for e, answers in zip(episodes, inputs, strict=True)
-        ]
-
     def reward(self, e: SpellEpisode, rng: np.random.Generator) -> SpellEpisode:
         """Compute the rewards of a question's answers (6)."""
         if e.response is None:
@@ -206,27 +188,3 @@ class VerifiedAnswering(Answering[SpellEpisode]):
             "min": min(rule, float(vote)),
         }
         return combined[how]
-
-
-def reward_inputs(e: SpellEpisode) -> list[RewardInput]:
-    """Return a question's answers [G] as a reward function reads them; [] if there are none."""
-    if e.response is None:
-        return []
-    parts = (e.response.texts, e.response.samples, e.predictions, e.rule, e.votes)
-    return [
-        RewardInput(
-            question=e.question,
-            task=e.task,
-            documents=e.documents,
-            reference=e.reference,
-            references=e.references or (e.reference,),
-            text=text,
-            prediction=prediction,
-            rule_score=rule,
-            votes=votes,
-            truncated=not sample.stopped,
-            tokens=len(sample.tokens),
-            prompt_tokens=len(e.response.prompt),
-        )
-        for text, sample, prediction, rule, votes in zip(*parts, strict=True)
-    ]

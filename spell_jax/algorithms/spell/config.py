@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from spell_jax.algorithms import own_reward
 from spell_jax.algorithms.config import AlgorithmConfig, RolloutBudget
-from spell_jax.algorithms.own_reward import FIELD, OwnReward
 from spell_jax.algorithms.spell.sections import (
     PROGRESS,
     READER,
@@ -161,7 +161,8 @@ class VerifiedConfig(QuestionsConfig):
                 f"sampler.max_tokens = {sampler.max_tokens}"
             )
         if self.reward:
-            yield from self.responder.reward_conflicts()
+            share = self.responder.document_share
+            yield from own_reward.conflicts(self.responder.reward, share)
         yield from super().conflicts(sampler, loss)
 
     @property
@@ -170,20 +171,16 @@ class VerifiedConfig(QuestionsConfig):
         # Groups compare rewards with their mean, so any finite numbers will do.
         return -math.inf, math.inf
 
-    def load_reward(self) -> OwnReward | None:
-        return OwnReward.load(self.reward, self.reward_bounds) if self.reward else None
+    def load_reward(self) -> own_reward.OwnReward | None:
+        if not self.reward:
+            return None
+        return own_reward.OwnReward.load(self.reward, self.reward_bounds)
 
     def read_questions(self, path: str) -> tuple[Question, ...]:
         # The function may reward answers where the rule cannot read the question's answer.
         if self.reward:
             return read_questions(path, "data.questions")
         return super().read_questions(path)
-
-    def reward_summary(self) -> str:
-        if not self.reward:
-            return ""
-        votes = "a verifier votes" if self.has_verifier else "no verifier votes"
-        return f"{FIELD} = {self.reward!r} rewards the answers, {votes}"
 
     @property
     def has_verifier(self) -> bool:

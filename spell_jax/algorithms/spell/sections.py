@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spell_jax.runtime.config import MOVED_FIELDS, check_choice, check_least
@@ -200,19 +200,6 @@ class ResponderConfig:
     def has_verifier(self) -> bool:
         """Whether a verifier votes on the answers."""
         return self.reward not in ("rule", "random")
-
-    def reward_conflicts(self) -> Iterator[str]:
-        """Yield a message for each field without effect where algorithm.reward names a function."""
-        if self.reward not in ("max", "rule"):
-            yield (
-                f"algorithm.responder.reward = {self.reward!r}: must be 'max' (a verifier votes) "
-                "or 'rule' (none votes) with algorithm.reward, which combines rule and votes itself"
-            )
-        if self.document_share:
-            yield (
-                f"algorithm.responder.document_share = {self.document_share}: must be 0 with "
-                "algorithm.reward, which rewards the whole answer"
-            )
 
     @property
     def names_documents(self) -> bool:
