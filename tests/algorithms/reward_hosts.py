@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 
 from spell_jax.algorithms.own_reward import OwnReward, RewardInput
 from tests.algorithms.test_own_reward import make_input
@@ -17,7 +18,7 @@ def main() -> None:
     me = connect(*sys.argv[1:])
     calls: list[int] = []
 
-    def reward(answers: list[RewardInput]) -> list[float]:
+    def reward(answers: Sequence[RewardInput]) -> list[float]:
         calls.append(len(answers))
         if len(calls) > 1:
             raise KeyError("no such key")
