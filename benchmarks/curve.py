@@ -59,7 +59,8 @@ def read_curve(workdir: pathlib.Path, metric: str = "") -> dict[str, Any]:
         last = lines[-1]["step"] if lines else 0
         for step, moment in ((0, "before"), (last, "after")):
             if moment in reports:
-                points[step], half = next(iter(reports[moment].values()))["all"][""]
+                points[step], low, high = next(iter(reports[moment].values()))["all"][""]
+                half = (high - low) / 2
     if not points:
         raise ValueError(f"workdir = {str(workdir)!r}: no step has {' or '.join(metric_names)}")
     steps, accuracy = zip(*sorted(points.items()), strict=True)

@@ -327,8 +327,9 @@ def held_out(workdir: pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> Numbe
     """
     numbers: Numbers = {}
     file = workdir / EVALUATION_FILE
-    if file.exists():
-        report = json.loads(file.read_text())["before"]
+    # Without evaluations before and after, the file has the first validation alone.
+    report = json.loads(file.read_text()).get("before") if file.exists() else None
+    if report:
         rows = next(iter(report.values()))
         if cells := rows.get("all"):
             numbers["held_out_before"] = next(iter(cells.values()))[0]

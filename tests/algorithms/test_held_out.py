@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 
 import pytest
 
-from spell_jax.algorithms.held_out import HeldOut, on_questions, share
+from spell_jax.algorithms.held_out import HeldOut, Share, mean_outcome, on_questions
 from spell_jax.data.questions import Question, read_questions
+from spell_jax.runtime import intervals
 from tests.algorithms.scripted import PROMPTS, ScriptedModels
 
 QUESTIONS = (
@@ -49,7 +49,7 @@ def test_scores_of_right_and_wrong_answers():
 def test_report_has_one_row_per_task_and_number_of_documents():
     report = make().full(ScriptedModels(lambda *_: "answer is 7")).report
     (rows,) = report.values()
-    assert rows["all"][""] == pytest.approx((0.25, 1.96 * math.sqrt(0.25 * 0.75 / 4)))
+    assert rows["all"][""] == intervals.wilson(0.25, 4)
     tasks = {"all", "general_qa", "financial_math", "multiple_choice"}
     assert set(rows) == tasks | {"documents: 1", "documents: 2"}
     assert rows["documents: 2"][""] == (1.0, 0.0) and rows["documents: 1"][""][0] == 0.0
@@ -99,8 +99,9 @@ def test_file_without_questions_is_rejected(tmp_path):
         read_questions(path, "data.validation")
 
 
-def test_share_is_the_mean_with_a_confidence_interval():
-    assert share([True, False]) == pytest.approx((0.5, 1.96 * 0.5 / math.sqrt(2)))
-    assert share([1.0] * 9) == (1.0, 0.0)
+def test_a_share_of_right_answers_knows_its_questions():
+    share, f1 = mean_outcome([True, False, 0.0]), mean_outcome([0.5, 1.0])
+    assert isinstance(share, Share) and share == pytest.approx(1 / 3) and share.questions == 3
+    assert f1 == 0.75 and not isinstance(f1, Share)
     with pytest.raises(ValueError, match="no outcomes"):
-        share([])
+        mean_outcome([])

@@ -112,7 +112,7 @@ def test_the_summary_leaves_out_what_compiles_and_validates(tmp_path) -> None:
         {"step": 2, **line, "eval/all": 0.25, "time/mfu": 0.5},
         {"step": 3, **line, "eval/all": 0.5},
     ]
-    report = {"before": {"responder accuracy (rule)": {"all": {"": [0.125, 0.01]}}}}
+    report = {"before": {"responder accuracy (rule)": {"all": {"": [0.125, 0.11, 0.14]}}}}
     (tmp_path / "evaluation.json").write_text(json.dumps(report))
     numbers = train.summary(lines, 0, train.held_out(tmp_path, lines))
     assert numbers["updates"] == 3 and numbers["seconds_per_update"] == 4.0

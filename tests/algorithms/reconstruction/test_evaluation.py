@@ -11,6 +11,7 @@ from spell_jax.algorithms.reconstruction.evaluation import held_out_puzzles
 from spell_jax.algorithms.registry import ALGORITHMS
 from spell_jax.data.config import DataConfig
 from spell_jax.data.tiny_stories import make_stories
+from spell_jax.runtime import intervals
 from tests.algorithms.posing import config, context, guessing, perfect, silent
 from tests.algorithms.scripted import ScriptedModels
 
@@ -71,15 +72,16 @@ def test_report_shows_chance_level_next_to_rewards():
         "sparse reward of a guess",
     ]
     assert all(set(columns) == {"2", "4", "all"} for columns in rows.values())
-    assert rows["permutation"]["all"] == (1.0, 0.0)
-    assert rows["dense reward of a guess"] == {"2": (0.5, 0), "4": (0.25, 0), "all": (0.375, 0)}
+    assert rows["permutation"]["all"] == intervals.wilson(1.0, 400)
+    guesses = {"2": 0.5, "4": 0.25, "all": 0.375}
+    assert rows["dense reward of a guess"] == {k: (mean,) * 3 for k, mean in guesses.items()}
     sparse = (0.5 + 1 / math.factorial(4)) / 2
-    assert rows["sparse reward of a guess"]["all"] == pytest.approx((sparse, 0))
+    assert rows["sparse reward of a guess"]["all"] == pytest.approx((sparse,) * 3)
     for k in ("2", "4"):
-        mean, half = rows["dense reward"][k]
-        assert 0 < half < 0.1 and abs(mean - rows["dense reward of a guess"][k][0]) < 2 * half
-    mean, half = rows["sparse reward"]["2"]
-    assert half == pytest.approx(1.96 * math.sqrt(mean * (1 - mean) / 200))
+        mean, low, high = rows["dense reward"][k]
+        assert 0 < high - low < 0.2 and abs(mean - guesses[k]) < high - low
+    share = rows["sparse reward"]["2"]
+    assert share == intervals.wilson(share.mean, 200)
 
 
 def test_every_evaluation_uses_the_same_puzzles():
@@ -118,7 +120,10 @@ def test_documents_without_a_puzzle_are_skipped():
     assert len(ask.calls[0].prompts) == 24
     report = make(short).full(ask).report
     assert set(report[SECTION]["dense reward"]) == {"2", "all"}
-    assert report[SECTION]["dense reward of a guess"] == {"2": (0.5, 0), "all": (0.5, 0)}
+    assert report[SECTION]["dense reward of a guess"] == {
+        "2": (0.5,) * 3,
+        "all": (0.5,) * 3,
+    }
 
 
 @pytest.mark.parametrize("held_out", [(), make_stories(3, 2, (1,))])

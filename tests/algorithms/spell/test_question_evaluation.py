@@ -11,6 +11,7 @@ from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.evaluation import RoleExams, evaluate_questions
 from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.data.questions import Question
+from spell_jax.runtime import intervals
 from tests.algorithms.scripted import PROMPTS, ScriptedModels, make_config, make_context
 
 QUESTIONS = (
@@ -57,7 +58,7 @@ def test_verifier_is_asked_about_labeled_pairs():
         PROMPTS.verifier("Where is Oslo?", "Peru", "in Norway"),
         PROMPTS.verifier("How much was it?", "4", "3"),
     )
-    assert {kind: mean for kind, (mean, _) in pairs.items()} == {
+    assert {kind: share.mean for kind, share in pairs.items()} == {
         "all": pytest.approx(1 / 3),
         "same": 1.0,
         "different": 0.0,
@@ -79,4 +80,4 @@ def test_questions_without_other_answers_have_no_verifier_section():
     evaluation = make(plain, ("general_qa",))
     report = evaluation.full(ScriptedModels(lambda *_: "The answer is x")).report
     assert set(report) == {"responder accuracy (rule)", "questioner"}
-    assert report["responder accuracy (rule)"]["all"] == {"": (1.0, 0.0)}
+    assert report["responder accuracy (rule)"]["all"] == {"": intervals.wilson(1.0, 1)}
