@@ -52,7 +52,9 @@ def test_report_has_one_row_per_task_and_number_of_documents():
     assert rows["all"][""] == intervals.wilson(0.25, 4)
     tasks = {"all", "general_qa", "financial_math", "multiple_choice"}
     assert set(rows) == tasks | {"documents: 1", "documents: 2"}
-    assert rows["documents: 2"][""] == intervals.wilson(1.0, 1) and rows["documents: 1"][""][0] == 0.0
+    assert (
+        rows["documents: 2"][""] == intervals.wilson(1.0, 1) and rows["documents: 1"][""][0] == 0.0
+    )
     report = make(QUESTIONS[2:]).full(ScriptedModels(right)).report
     (rows,) = report.values()
     assert not any(row.startswith("documents") for row in rows)  # all have one document
