@@ -214,7 +214,8 @@ def test_init_from_without_a_run_is_rejected(name, policy, other_run, tmp_path):
 
 def test_init_from_a_run_of_another_shape_is_rejected(policy, other_run, tmp_path):
     config = noise.small_config(pathlib.Path("tiny"), init_from=str(other_run))
-    with pytest.raises(ValueError, match=r"embedding: saved as float32\[\d+,32\], wanted as"):
+    message = r"^policy\.folder = 'tiny': was '.*/noise' in the run of .* do not fit; must be"
+    with pytest.raises(ValueError, match=message):
         begin(config, tmp_path)
 
 
