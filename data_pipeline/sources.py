@@ -35,8 +35,8 @@ from data_pipeline.filter import (
 from data_pipeline.layouts import SourceRow
 from data_pipeline.records import File, Listed, blake2b, event, make_document, removed
 from spell_jax.data import row_files
-from spell_jax.data.clusters import BUILD_SUFFIXES, SUFFIXES, TASKS
-from spell_jax.data.text_files import Unusable
+from spell_jax.data.clusters import TASKS
+from spell_jax.data.text_files import BUILD_SUFFIXES, SUFFIXES, Unusable
 from spell_jax.data.tfds_sets import TextSet, TfdsSource, is_tfds
 from spell_jax.runtime import config as settings
 from spell_jax.runtime.config import check_choice, check_least

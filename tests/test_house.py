@@ -498,8 +498,10 @@ def test_step_crosses_few_files_and_an_answer_few_classes():
     assert {"Sample", "Reply", "SpellEpisode", "TrainGroup", "MicroBatch"} <= {*classes}
     # Three of these files are parts of SPELL that RLVR and preference algorithms compose too. Page
     # groups, for layers with a window, are a file of 94 lines, and 160 lines elsewhere. Sampling
-    # meshes take 170 lines of these files; their thread and transfers are not crossed.
-    assert len(files) <= 74 and sum(files.values()) <= 14_500 and len(classes) <= 8
+    # meshes take 170 lines of these files; their thread and transfers are not crossed. Rewards by a
+    # function of the user's take 45 lines, changed fields that make a checkpoint unfit 29, and the
+    # validation before training 25.
+    assert len(files) <= 74 and sum(files.values()) <= 14_650 and len(classes) <= 8
 
 
 def test_floors_are_counted_along_the_longest_path():

@@ -120,10 +120,14 @@ class AlgorithmConfig:
             for answer in answers
         )
 
+    @property
+    def has_judge(self) -> bool:
+        """Whether the rule asks the external judge."""
+        return "judge" in self.rule  # every rule that asks a judge has the word in its name
+
     def check_judge(self) -> None:
         """Raise ValueError if the rule needs a judge and none is configured, or the reverse."""
-        # Every rule with a judge has the word in its name.
-        if "judge" not in self.rule:
+        if not self.has_judge:
             for field in ("judge_url", "judge_model"):
                 if value := getattr(self, field):
                     raise ValueError(

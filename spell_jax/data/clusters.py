@@ -22,7 +22,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from spell_jax.data.text_files import Unusable, decode
+from spell_jax.data.text_files import (
+    BUILD_SUFFIXES,
+    SUFFIXES,
+    Unusable,
+    build_command,
+    check_file,
+    decode,
+)
 from spell_jax.data.tfds_sets import TfdsSource
 from spell_jax.runtime.files import remote
 from spell_jax.runtime.files.jsonl import require_records
@@ -32,9 +39,6 @@ CLOZE = "cloze"  # sentences with a gap (selfplay/cloze.py)
 TASKS = (*PAPER_TASKS, CLOZE)
 TEXT_TASKS = ("general_qa", CLOZE)  # answers are texts, compared by their words
 LETTERS = ("A", "B", "C", "D")  # labels of multiple-choice options
-SUFFIXES = (".txt", ".md")
-# Types of a folder's files that only data_pipeline.build reads.
-BUILD_SUFFIXES = (".html", ".htm", ".pdf", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 # Least max_document_tokens: a slice of 2 characters, of up to 4 tokens each, fits (_split_units).
 SMALLEST_LIMIT = 16
 GROUPINGS = ("order", "similarity")
@@ -182,7 +186,7 @@ def read_clusters(
     elif (path := _existing_path(source)).is_dir():
         texts = folder_texts(path, report)
     else:
-        _check_file(source, path)
+        check_file(source, path)
     if texts is not None:
         clusters = _group_documents(list(cut(texts)), documents_per_cluster, grouping)
     else:
@@ -192,9 +196,9 @@ def read_clusters(
         ]
     report.clusters = len(clusters)
     types = ", ".join(f"{count} {suffix}" for suffix, count in sorted(report.buildable.items()))
-    remedy = types and f"{types} files: {_build_command(source)}"
+    remedy = f"{types} files: {build_command(source)}" if types else ""
     if not clusters:
-        summary = f"{report.summary()}{remedy and '; '}{remedy}"
+        summary = "; ".join(filter(None, (report.summary(), remedy)))
         raise ValueError(f"source = {str(source)!r}: no usable text; {summary}")
     log.info("%s: %s", source, report.summary())
     if remedy:
@@ -207,28 +211,6 @@ def _existing_path(source: str | Path) -> Path:
     if not path.exists():
         raise FileNotFoundError(f"source = {str(path)!r}: no such file or folder")
     return path
-
-
-def _check_file(source: object, path: Path) -> None:
-    """Raise ValueError, with what to do instead, if a file has a text and not clusters."""
-    name = path.name.lower()
-    if path.suffix.lower() in SUFFIXES:
-        folder = str(source)[: -len(path.name)] or "."
-        raise ValueError(
-            f"source = {str(source)!r}: must be the folder of the texts, such as {folder!r}, "
-            "not one text"
-        )
-    if name.endswith(BUILD_SUFFIXES) and ".jsonl" not in name:
-        raise ValueError(f"source = {str(source)!r}: must be built: {_build_command(source)}")
-
-
-def _build_command(source: object) -> str:
-    """Return what to type for a file or folder that only data_pipeline reads."""
-    return (
-        f"python -m data_pipeline.build --config=configs/data/folder.py:{source}:512 "
-        "--out=runs/clusters (512: sampler.max_prompt of the run), then "
-        "--config.data.source=runs/clusters"
-    )
 
 
 def split_held_out(ids: Sequence[str], share: float) -> tuple[list[str], list[str]]:

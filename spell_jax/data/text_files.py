@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import codecs
+from pathlib import Path
+
+SUFFIXES = (".txt", ".md")
+# Types of a folder's files that only data_pipeline.build reads.
+BUILD_SUFFIXES = (".html", ".htm", ".pdf", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 
 class Unusable(Exception):
@@ -38,3 +43,25 @@ def decode(data: bytes) -> str:
         raise Unusable("binary", "it has NUL bytes")
     # One kind of line end, because the borders of paragraphs and lines look for LF.
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def check_file(source: object, path: Path) -> None:
+    """Raise ValueError, with what to do instead, if a file has a text and not clusters."""
+    name = path.name.lower()
+    if path.suffix.lower() in SUFFIXES:
+        folder = str(source)[: -len(path.name)] or "."
+        raise ValueError(
+            f"source = {str(source)!r}: must be the folder of the texts, such as {folder!r}, "
+            "not one text"
+        )
+    if name.endswith(BUILD_SUFFIXES) and ".jsonl" not in name:
+        raise ValueError(f"source = {str(source)!r}: must be built: {build_command(source)}")
+
+
+def build_command(source: object) -> str:
+    """Return what to type for a file or folder that only data_pipeline reads."""
+    return (
+        f"python -m data_pipeline.build --config=configs/data/folder.py:{source}:512 "
+        "--out=runs/clusters (512: sampler.max_prompt of the run), then "
+        "--config.data.source=runs/clusters"
+    )

@@ -16,18 +16,6 @@ from spell_jax.runtime.files import durable, remote
 
 MODEL_FILE = "tokenizer.model"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
-# The chat layout for transformers; the comment marks the files that `save` wrote.
-_MARK = "{#- written by spell_jax for tokenizer.model -#}"
-_TEMPLATE = _MARK + (
-    "{%- for message in messages -%}"
-    "{%- if message['role'] != ('assistant' if loop.index0 % 2 else 'user') -%}"
-    "{{- raise_exception('the turns must be of user and assistant, in alternation') -}}"
-    "{%- endif -%}"
-    "{{- '<|user|>' + message['content'] if message['role'] == 'user'"
-    " else '<|assistant|>' + message['content'] + eos_token -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -122,7 +110,7 @@ class SentencePieceTokenizer(Tokenizer):
         if not all(map(self._pieces.is_control, (self._user, self._assistant))):
             return
         names = {"eos_token": self.eos_id, "pad_token": self.pad_id}
-        texts = sentencepiece_json.convert(self.model, names, _TEMPLATE) or {}
+        texts = sentencepiece_json.convert(self.model, names) or {}
         for name, text in texts.items():
             durable.write_file(pathlib.Path(folder) / name, text.encode())
 
@@ -142,7 +130,8 @@ def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
     """
     folder = remote.fetch(folder, with_weights=False)
     place = folder / MODEL_FILE
-    if (folder / hf_tokenizer.HF_FILE).is_file() and not (place.is_file() and _is_own(folder)):
+    is_ours = place.is_file() and sentencepiece_json.is_ours(folder)
+    if (folder / hf_tokenizer.HF_FILE).is_file() and not is_ours:
         return hf_tokenizer.HfTokenizer(folder, thinking)
     if not place.is_file():
         raise FileNotFoundError(
@@ -157,12 +146,6 @@ def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
     files = hf_tokenizer.read_files(folder, (hf_tokenizer.GENERATION, hf_tokenizer.ARCHITECTURE))
     tokenizer.add_ends(files, folder)
     return tokenizer
-
-
-def _is_own(folder: pathlib.Path) -> bool:
-    """Return whether SentencePieceTokenizer.save wrote the folder's tokenizer_config.json."""
-    config = folder / hf_tokenizer.CONFIG
-    return config.is_file() and _MARK.encode() in config.read_bytes()
 
 
 def train(

@@ -16,8 +16,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from spell_jax.policy import chat as chats
 
-_SPACE = "▁"  # U+2581, a space in vocabularies like SentencePiece's
-
 
 class Tokenizer(abc.ABC):
     """Conversion of text to ids and back.
@@ -96,23 +94,6 @@ class Tokenizer(abc.ABC):
     def piece(self, token_id: int) -> str:
         """Return a token's name in the vocabulary."""
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token's text, such as one byte of a character.
-
-        A token without a text, such as a stop token, has the bytes of its name.
-        """
-        piece, text = self.piece(token_id), self.decode([token_id])
-        # `decode` may drop the space at the beginning of a text, which this token need not begin.
-        if _SPACE in piece and self.shows(token_id):
-            return piece.replace(_SPACE, " ").encode()
-        if text and "\ufffd" not in text:
-            return text.encode()
-        if match := re.fullmatch("<0x([0-9A-F]{2})>", piece):
-            return bytes([int(match[1], 16)])
-        if all(sign in _BYTE_SIGNS for sign in piece):
-            return bytes(_BYTE_SIGNS[sign] for sign in piece)
-        return piece.encode()
-
     @abc.abstractmethod
     def save(self, folder: str | pathlib.Path) -> None:
         """Write the tokenizer's files to an existing folder."""
@@ -154,18 +135,6 @@ def find_gaps(ids: Collection[int]) -> tuple[tuple[int, int], ...]:
     ordered = [-1, *sorted(ids)]
     pairs = itertools.pairwise(ordered)
     return tuple((low + 1, high) for low, high in pairs if high > low + 1)
-
-
-def _byte_signs() -> dict[str, int]:
-    """Return the characters that stand for bytes in GPT-2's vocabulary, and in those like it."""
-    # Visible characters of Latin-1 stand for themselves. The other bytes follow from U+0100 on.
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(0x100) if byte not in visible]
-    signs = {chr(byte): byte for byte in visible}
-    return signs | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
-
-
-_BYTE_SIGNS = _byte_signs()
 
 
 class Stream:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from spell_jax.data.samples import Sample
+from spell_jax.policy.formats.token_bytes import token_bytes
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.rollout.replies import Prompt
 from spell_jax.serving.protocol import Call
@@ -178,7 +179,7 @@ class Responses:
         return entries
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        values = [*self._tokenizer.token_bytes(token)]
+        values = [*token_bytes(self._tokenizer, token)]
         return {"token": self._token_text(token), "logprob": logprob, "bytes": values}
 
     def _columns(

@@ -198,7 +198,7 @@ def _make_text_sampler(
 
 
 def _make_judge(algorithm: AlgorithmConfig, prompts: prompt_sets.Prompts) -> JudgeFunction | None:
-    if "judge" not in algorithm.rule:
+    if not algorithm.has_judge:
         return None
     url, model = algorithm.judge_url, algorithm.judge_model
     return make_judge(prompts, algorithm.judge_template, url=url, model=model).judge

@@ -79,7 +79,7 @@ def _train(run: Run, files: RunFiles, rollouts: Rollouts) -> States:
         logger.enter("validate", 0)
         held_out.validate_first(run, rollouts.params(states), files.workdir)
     logger.progress.limit(60 * config.max_minutes or None)
-    verdict_watch = VerdictWatch()
+    verdict_watch = VerdictWatch() if config.algorithm.has_judge else None
 
     with setup.sparing_garbage_collector() as spare_long_lived:
         while rollouts.has_next or (step < config.steps and not logger.progress.is_over()):
@@ -93,7 +93,7 @@ def _train(run: Run, files: RunFiles, rollouts: Rollouts) -> States:
                 files.stop_if_preempted(step - 1, states, state_before)
                 assert rollout is not None
                 counts = rollout.metrics.pairs().get("rollout/judge_failed", (0.0, 0.0))
-                if verdict_watch.ends_run(*counts):
+                if verdict_watch and verdict_watch.ends_run(*counts):
                     files.end_without_verdicts(step - 1, states, state_before, int(counts[1]))
 
                 logger.enter("update", step - 1, rollout.progress())

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.formats import sentencepiece_json
 from spell_jax.policy.formats.hf_tokenizer import HfTokenizer
+from spell_jax.policy.formats.token_bytes import token_bytes
 from spell_jax.policy.tokenizer import ASSISTANT, MODEL_FILE, USER, SentencePieceTokenizer
 
 TEXTS = ["The report of Harbour 7 counts 1250 crates.", "Question: who signed?\nAnswer: Mia"] * 20
@@ -112,15 +113,15 @@ def test_models_without_an_equal_get_no_tokenizer_json(tmp_path) -> None:
     ]
     for options in ({}, {"model_type": "unigram", "byte_fallback": False}, *changes):
         model = trained(tmp_path, vocab_size=320, **plain | options).model
-        assert (sentencepiece_json.convert(model, {}, "") is None) == bool(options), options
+        assert (sentencepiece_json.convert(model, {}) is None) == bool(options), options
 
 
 def test_bytes_of_tokens_make_the_bytes_of_a_text() -> None:
     t, text = tokenizer(), "naïve 你好 🙂\ufffd Mia\x00"
     ids = t.encode(text)
-    assert b"".join(map(t.token_bytes, ids)) == text.encode()
-    assert any(len(t.token_bytes(i)) == 1 and t.token_bytes(i)[0] > 127 for i in ids)
-    assert t.token_bytes(t.eos_id) == b"</s>"
+    assert b"".join(token_bytes(t, i) for i in ids) == text.encode()
+    assert any(len(token_bytes(t, i)) == 1 and token_bytes(t, i)[0] > 127 for i in ids)
+    assert token_bytes(t, t.eos_id) == b"</s>"
 
 
 def test_missing_or_damaged_model_file_is_reported(tmp_path) -> None:

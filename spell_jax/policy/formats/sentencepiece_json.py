@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import enum
 import json
+import pathlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from spell_jax.policy.formats import hf_tokenizer
 
 # transformers 5 has a list of model types, qwen2 among them, of which it ignores tokenizer_class:
 # AutoTokenizer would rebuild the tokenizer as Qwen2's. A folder with a class of its own in auto_map
@@ -27,6 +30,18 @@ from transformers import PreTrainedTokenizerFast
 class Tokenizer(PreTrainedTokenizerFast):
     pass
 '''
+# The chat layout for transformers. The comment marks files that SentencePieceTokenizer.save wrote.
+_MARK = "{#- written by spell_jax for tokenizer.model -#}"
+_TEMPLATE = _MARK + (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] != ('assistant' if loop.index0 % 2 else 'user') -%}"
+    "{{- raise_exception('the turns must be of user and assistant, in alternation') -}}"
+    "{%- endif -%}"
+    "{{- '<|user|>' + message['content'] if message['role'] == 'user'"
+    " else '<|assistant|>' + message['content'] + eos_token -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
 SPACE = "▁"  # U+2581, SentencePiece's sign of a space
 _BPE = 2  # of TrainerSpec.model_type
 # Field numbers of sentencepiece_model.proto, whose generated module wants a newer protobuf than
@@ -53,13 +68,18 @@ class VocabularyPiece(NamedTuple):
     kind: int = PieceType.NORMAL
 
 
-def convert(model: bytes, names: Mapping[str, int], chat_template: str) -> dict[str, str] | None:
+def is_ours(folder: pathlib.Path) -> bool:
+    """Return whether SentencePieceTokenizer.save wrote the folder's tokenizer_config.json."""
+    config = folder / hf_tokenizer.CONFIG
+    return config.is_file() and _MARK.encode() in config.read_bytes()
+
+
+def convert(model: bytes, names: Mapping[str, int]) -> dict[str, str] | None:
     """Return file name -> text for a SentencePiece model; None if no such files equal it.
 
     Args:
       model: bytes of tokenizer.model.
       names: field of tokenizer_config.json, such as "eos_token" -> id of its token.
-      chat_template: Jinja source of the chat layout.
     """
     pieces = _read_pieces(model)
     if pieces is None:
@@ -107,7 +127,7 @@ def convert(model: bytes, names: Mapping[str, int], chat_template: str) -> dict[
         "clean_up_tokenization_spaces": False,
         **{field: pieces[i].text for field, i in names.items()},
         "unk_token": unknown,
-        "chat_template": chat_template,
+        "chat_template": _TEMPLATE,
     }
     contents = {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
     texts = {

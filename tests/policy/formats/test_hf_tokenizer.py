@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.formats.hf_tokenizer import HfTokenizer
+from spell_jax.policy.formats.token_bytes import token_bytes
 from spell_jax.selfplay import rules
 from tests.policy.hf_folders import (
     CHATML,
@@ -416,6 +417,6 @@ def test_thought_that_the_template_opens_is_part_of_the_text(tmp_path: Path, spe
 def test_bytes_of_tokens_make_the_bytes_of_a_text(tmp_path: Path, describe, config) -> None:
     words = tokenizers.load(write(tmp_path / "a", describe(), config))
     text = "ab 漢字 é🙂 \x00"
-    text_bytes = b"".join(words.token_bytes(i) for i in words.encode(text))
+    text_bytes = b"".join(token_bytes(words, i) for i in words.encode(text))
     assert text_bytes.removeprefix(b" ") == text.encode()  # a model may begin with a space
-    assert words.token_bytes(words.eos_id).decode() == words.token_text(words.eos_id)
+    assert token_bytes(words, words.eos_id).decode() == words.token_text(words.eos_id)
