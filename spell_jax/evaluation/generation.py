@@ -59,8 +59,9 @@ def answer_requests(flag_values: Any) -> None:
     All processes call this together. Raises UsageError if the flags name no policy,
     FileNotFoundError or ValueError if a file is missing or damaged, or a flag is out of range.
     """
-    # Before any sampling: a folder at --out would cost all answers.
-    paths.require(paths.expand_home(flag_values.out), "a file")
+    if flag_values.prompt is None:
+        # Before any sampling: a folder at --out would cost all answers.
+        paths.require(paths.expand_home(flag_values.out), "a file")
     model, prompts, sampling = load(flag_values)
     if flag_values.prompt is not None:
         records = [{"prompt": flag_values.prompt}]

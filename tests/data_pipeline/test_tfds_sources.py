@@ -106,7 +106,7 @@ def test_flag_names_the_directory_of_all_sets(data_dir: Path, monkeypatch, tmp_p
     config.sources.own = folder_config.base.source("tfds:own", ("general_qa",), tfds_data_dir="x")
     values = {"config": config, "out": str(tmp_path), "check": False, "tfds_data_dir": "sets"}
     monkeypatch.setattr(build.flags, "FLAGS", type("Values", (), values))
-    monkeypatch.setattr(build, "build", lambda *arguments: {"clusters": {}})
+    monkeypatch.setattr(build, "build", lambda *arguments: {"counts": {}, "clusters": {}})
     build.main(["build"])
     assert config.sources.folder.path == "tfds:pair:1.0.0"
     directories = {name: s.tfds_data_dir for name, s in config.sources.items()}

@@ -90,6 +90,8 @@ NO_READERS = {
         "algorithms.episode",
         "algorithms.groups",
         "algorithms.metrics",
+        "algorithms.own_reward",
+        "algorithms.own_rewards",
         "algorithms.pairs",
         "algorithms.question_sets",
         "algorithms.questioner",
