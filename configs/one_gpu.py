@@ -4,7 +4,7 @@
         --workdir=DIR --config.policy.folder=FOLDER --config.data.source=DOCUMENTS
 
 The argument is one of RUNS: a model, the memory of the GPU, and -lora for adapters; without it all
-weights are trained. FOLDER is a copy of the model's Hugging Face folder, by default models/NAME;
+weights are trained. FOLDER is hf://Qwen/NAME or a copy of the model's folder, by default models/NAME;
 DOCUMENTS are yours (docs/howto/your_documents.md). docs/howto/one_gpu.md has planned memory and
 estimated seconds of a step.
 Hardware: each run is planned to fit the smallest GPU of its class, an L4 or an H100 (`python -m
@@ -22,6 +22,7 @@ class GpuRun(NamedTuple):
 
     Attributes:
       folder: name of the model's Hugging Face repository, without the owner.
+      questions: number of questions of a step. The paper has 128, and here a step takes minutes.
       kv_cache_tokens: size of the page pool, a multiple of 2^17 that the GPU holds; with more, more
         answers are decoded at once.
       is_lora: whether adapters are trained instead of all weights, which take 18 bytes per
@@ -29,21 +30,23 @@ class GpuRun(NamedTuple):
     """
 
     folder: str
+    questions: int
     kv_cache_tokens: int
     is_lora: bool = False
 
 
 _SMALL, _MIDDLE, _LARGE = (f"Qwen2.5-{size}-Instruct" for size in ("0.5B", "1.5B", "3B"))
 RUNS = {
-    "qwen2.5-0.5b-instruct-24gb": GpuRun(_SMALL, 6 * 2**17),
-    "qwen2.5-0.5b-instruct-24gb-lora": GpuRun(_SMALL, 10 * 2**17, is_lora=True),
-    "qwen2.5-1.5b-instruct-24gb-lora": GpuRun(_MIDDLE, 4 * 2**17, is_lora=True),
-    "qwen2.5-3b-instruct-24gb-lora": GpuRun(_LARGE, 2 * 2**17, is_lora=True),
-    "qwen2.5-0.5b-instruct-80gb": GpuRun(_SMALL, 14 * 2**17),
-    "qwen2.5-1.5b-instruct-80gb": GpuRun(_MIDDLE, 12 * 2**17),
-    "qwen2.5-1.5b-instruct-80gb-lora": GpuRun(_MIDDLE, 14 * 2**17, is_lora=True),
-    "qwen2.5-3b-instruct-80gb": GpuRun(_LARGE, 6 * 2**17),
-    "qwen2.5-3b-instruct-80gb-lora": GpuRun(_LARGE, 12 * 2**17, is_lora=True),
+    "qwen2.5-0.5b-instruct-24gb": GpuRun(_SMALL, 16, 6 * 2**17),
+    "qwen2.5-0.5b-instruct-24gb-lora": GpuRun(_SMALL, 16, 10 * 2**17, is_lora=True),
+    "qwen2.5-1.5b-instruct-24gb-lora": GpuRun(_MIDDLE, 16, 4 * 2**17, is_lora=True),
+    "qwen2.5-3b-instruct-24gb-lora": GpuRun(_LARGE, 16, 2 * 2**17, is_lora=True),
+    "qwen2.5-0.5b-instruct-80gb": GpuRun(_SMALL, 64, 14 * 2**17),
+    "qwen2.5-0.5b-instruct-80gb-lora": GpuRun(_SMALL, 64, 14 * 2**17, is_lora=True),
+    "qwen2.5-1.5b-instruct-80gb": GpuRun(_MIDDLE, 64, 12 * 2**17),
+    "qwen2.5-1.5b-instruct-80gb-lora": GpuRun(_MIDDLE, 64, 14 * 2**17, is_lora=True),
+    "qwen2.5-3b-instruct-80gb": GpuRun(_LARGE, 64, 6 * 2**17),
+    "qwen2.5-3b-instruct-80gb-lora": GpuRun(_LARGE, 64, 12 * 2**17, is_lora=True),
 }
 
 
@@ -56,9 +59,8 @@ def get_config(name: str = "qwen2.5-0.5b-instruct-24gb") -> Config:
     # Five documents of 3,000 tokens fit into a prompt of 16K with its question and instructions.
     config.data.update(documents_per_cluster=5, max_document_tokens=3000)
     config.algorithm.questioner.documents = (3,)
-    # Less than the paper's 128 questions of 480 proposals, so that a step takes minutes.
-    questions = 16 if "-24gb" in name else 64
-    config.algorithm.update(questions=questions, generation_batch=4 * questions)
+    # The paper has 480 proposals for 128 questions.
+    config.algorithm.update(questions=run.questions, generation_batch=4 * run.questions)
     config.algorithm.max_generations = 2
     config.sampler.update(max_prompt=16_384, max_tokens=1024)
     config.sampler.kv_cache_tokens = run.kv_cache_tokens

@@ -1,9 +1,9 @@
 """Boilerplate: lines of a page, a print or a web site that are no content of the document.
 
 A line of at most LONGEST_LINE characters is boilerplate if it has a phrase of PHRASES, or if it
-occurs again in the text with other digits at most, as running headers do. Rows of tables, "| a | b
-|", often repeat and are content. The measure only has to rank nearly equal texts: what all of them
-have does not count.
+occurs again in the text with another page number at most, as running headers do. Rows of tables, "|
+a | b |", often repeat and are content. The measure only has to rank nearly equal texts: what all of
+them have does not count.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+# Part of the fingerprint of deduplication: to be raised with every change of `worth`.
+VERSION = 1
 # Characters. A longer line is a paragraph, which may well be about cookies.
 LONGEST_LINE = 160
 PHRASES = re.compile(
@@ -20,14 +22,14 @@ PHRASES = re.compile(
     r"|subscribe|terms of (?:service|use))\b",
     re.IGNORECASE,
 )
-_DIGITS = re.compile(r"\d+")
+_PAGE_NUMBER = re.compile(r"^\d+\W+|\W+\d+$")  # or a year
 _LETTER = re.compile(r"[^\W\d_]")
 
 
 def boilerplate_length(text: str) -> int:
     """Return the number of characters in the lines of a text that are boilerplate."""
     lines = [line for line in map(str.strip, text.split("\n")) if 0 < len(line) <= LONGEST_LINE]
-    forms = [_DIGITS.sub("0", line) for line in lines]
+    forms = [_PAGE_NUMBER.sub("", line) for line in lines]
     counts = Counter(forms)
     return sum(
         len(line)

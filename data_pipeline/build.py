@@ -39,6 +39,7 @@ with entry.user_errors():
     from apache_beam.io.filesystems import FileSystems
 
     from data_pipeline import (
+        boilerplate,
         cluster,
         cut,
         decontaminate,
@@ -193,7 +194,11 @@ def run_stages(plan: BuildPlan, stages: Stages) -> tuple[list[Done], dict[str, d
         arguments = {"stages": stages, "dedup": plan.dedup, "config": plan.decontaminate}
         make = functools.partial(decontaminate.make_decontaminate, **arguments)
         # The graph does not hold the texts; the fingerprint must know them.
-        extra = {"items": stored_items.fingerprint, "dedup": dataclasses.asdict(plan.dedup)}
+        extra = {
+            "items": stored_items.fingerprint,
+            "dedup": dataclasses.asdict(plan.dedup),
+            "boilerplate": boilerplate.VERSION,
+        }
         documents = run_module(decontaminate, plan.decontaminate, make, documents, **extra)
     reports = {name: s.max_report_tokens for name, s in plan.sources.items() if s.max_report_tokens}
     make = functools.partial(cut.make_cut, config=plan.cut, reports=reports)

@@ -98,6 +98,8 @@ def _first_names(skipped: Iterable[Mapping[str, Any]]) -> dict[tuple[bool, str],
     names: dict[tuple[bool, str], list[str]] = defaultdict(list)
     for record in skipped:
         first = names[bool(_ROW.search(record["place"])), record["reason"]]
-        bisect.insort(first, place_name(record))
+        name = place_name(record)
+        if name not in first:  # a file may have several bad row groups
+            bisect.insort(first, name)
         del first[NAMED:]
     return names

@@ -508,22 +508,20 @@ def read_program(path: str, mesh: jax.sharding.Mesh) -> Program:
 
 
 def define_flags(*, config: bool = True) -> None:
-    """Define flags that read_flags reads besides those of topologies.py.
-
-    --topology is required, and with `config` so is --config.
-    """
+    """Define the flags that read_flags reads. --topology is required, with `config` also --config."""
+    topologies.define_flags(required=True)
     config_flags.DEFINE_config_file("config", None, "File, or name, of the run's config.")
     flags.DEFINE_integer("length", None, "Prompt tokens P (default: config.sampler.max_prompt).")
     flags.DEFINE_string("policy", "", "Hugging Face config.json (default: that of policy.folder).")
     flags.DEFINE_integer("layers", 0, "Number of layers, for quick trials.", lower_bound=0)
-    flags.mark_flag_as_required("topology")
     if config:
         flags.mark_flag_as_required("config")
 
 
 def read_topology() -> topologies.Topology:
-    """Read the devices that --topology and --memory_gib name."""
-    return topologies.find(flags.FLAGS.topology, flags.FLAGS.memory_gib)
+    """Read the devices that --topology, and --memory_gib where it is defined, name."""
+    values = flags.FLAGS.flag_values_dict()
+    return topologies.find(values["topology"], values.get("memory_gib", 0.0))
 
 
 def read_flags() -> tuple[Config, PolicyConfig, topologies.Topology, int]:
@@ -565,7 +563,6 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    topologies.define_flags()
     define_flags(config=False)
     flags.DEFINE_enum("phase", "all", ("all", *PHASES), "Programs to compile.")
     flags.DEFINE_string("program", "", "File with abstract_program(mesh), instead of --config.")

@@ -62,18 +62,12 @@ def describe_plan(plan: MemoryPlan) -> str:
     return "\n".join([*lines, "  or a larger slice"])
 
 
-_WORKLOAD = (
-    "tokens",
-    "verdict_tokens",
-    "documents",
-    "answered",
-    "mixed",
-)  # flags: fields of Workload
+# Flags: fields of Workload.
+_WORKLOAD = ("tokens", "verdict_tokens", "documents", "answered", "mixed")
 
 
 def define_flags() -> None:
     """Define the flags of topologies.py and aot.py, --time and the assumptions about a step."""
-    topologies.define_flags()
     aot.define_flags()
     flags.DEFINE_boolean("time", False, "Print the seconds of a step instead.")
     flags.DEFINE_integer("tokens", 0, "Mean tokens of a reply; 0: a tenth of the cap.")

@@ -8,11 +8,9 @@ named or in the policy's folder, or of a well-known model by the folder's name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
-from absl import flags
-from ml_collections import config_flags
 
 from spell_jax.config import collect_mistakes
 from spell_jax.data.config import is_generated
@@ -38,32 +36,10 @@ def find_mistakes(command: Sequence[str], topology: str, shape: str = "") -> lis
     if tuple(command[:2]) != TRAINING:
         return []
     try:
-        config = read_config(command[2:])
+        config = entry.load_config(command[2:])
     except entry.USER_ERRORS as error:
         return [str(error)]
     return check_fields(config, topology, shape).mistakes
-
-
-def read_config(train_flags: Sequence[str]) -> Config:
-    """Build the config that `spell_jax.train` will get from these flags.
-
-    Errors are as in `entry.parse_flags`.
-    """
-    # Flag values of its own, because absl's global flags hold the launcher's --config.
-    values = flags.FlagValues()
-    arguments = ["launch", *_config_flags(train_flags)]
-    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
-    flags.mark_flag_as_required("config", flag_values=values)
-    entry.parse_flags(arguments, values, values)
-    return values["config"].value
-
-
-def _config_flags(train_flags: Sequence[str]) -> Iterator[str]:
-    """Yield --config and --config.FIELD as --NAME=VALUE, whether or not the value is a word."""
-    words = iter(train_flags)
-    for word in words:
-        if word.startswith("--config"):
-            yield word if "=" in word else f"{word}={next(words, '')}"
 
 
 def check_fields(config: Config, topology: str, shape: str = "") -> check.Checked:

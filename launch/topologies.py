@@ -205,19 +205,27 @@ device_description_str: "{kind}"
 """
 
 
-def define_flags() -> None:
-    """Define the flags that name devices."""
+def define_flags(*, required: bool = False, others: bool = True) -> None:
+    """Define the flags that name devices.
+
+    --topology is required if `required`. With `others`, --memory_gib gives the memory of devices
+    that have no name here.
+    """
     flags.DEFINE_string(
         "topology",
         None,
         "Devices: v5e-16, v6e-1, h100:8, l4:1, gpu:N, cpu:N (launch/topologies.py).",
     )
-    flags.DEFINE_float(
-        "memory_gib",
-        0.0,
-        "Memory of each device of gpu:N (as nvidia-smi reports it) or cpu:N; 0: unknown.",
-        lower_bound=0.0,
-    )
+    if others:
+        flags.DEFINE_float(
+            "memory_gib",
+            0.0,
+            "Memory of each device of gpu:N, as CUDA reports it (an L4 of 24 GB: 22), or cpu:N; 0: "
+            "unknown.",
+            lower_bound=0.0,
+        )
+    if required:
+        flags.mark_flag_as_required("topology")
 
 
 def find(name: str, memory_gib: float = 0.0) -> Topology:

@@ -36,7 +36,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from spell_jax.launch import rental_check, topologies
+from spell_jax.launch import topologies
 from spell_jax.runtime import entry, terminal
 from spell_jax.runtime.hosts import sigterm
 
@@ -330,6 +330,9 @@ def parse(words: Sequence[str]) -> Namespace:
     options.command = shlex.join(words[end + 1 :])
     if bool(options.command) != (options.action in ("run", "watch")):
         parser.error("run and watch need the arguments of Python after --; other actions take none")
+    for flag in ("policy", "skip_check"):
+        if getattr(options, flag) and options.action != "watch":
+            parser.error(f"--{flag}: must be given to watch alone, which checks the run")
     try:
         if not topologies.find(options.topology).accelerator:
             parser.error(f"--topology={options.topology}: must be a TPU slice, such as v5e-16")
@@ -349,7 +352,11 @@ def parse(words: Sequence[str]) -> Namespace:
 def act(options: Namespace) -> int:
     """Perform the action; return the exit status."""
     if options.action == "watch" and not options.skip_check:
+        from spell_jax.launch import rental_check  # with jax: other actions do without
+
         command = shlex.split(options.command)
+        if tuple(command[:2]) != rental_check.TRAINING:
+            say(f"not checked: {options.command}; only {shlex.join(rental_check.TRAINING)} is")
         if mistakes := rental_check.find_mistakes(command, options.topology, options.policy):
             print("\n".join(f"error: {mistake}" for mistake in mistakes), file=sys.stderr)
             return entry.EXIT_CODE

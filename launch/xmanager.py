@@ -44,7 +44,6 @@ from absl import flags
 from spell_jax.config import collect_mistakes, model_sections
 from spell_jax.data.config import is_generated
 from spell_jax.data.tfds_sets import is_tfds
-from spell_jax.launch import rental_check
 from spell_jax.launch.aot import split_outside_brackets
 from spell_jax.launch.experiments import registry as experiments
 from spell_jax.policy.model import find_folder
@@ -152,8 +151,8 @@ def _check_overrides(overrides: Sequence[str], fields: Collection[str], reason: 
 
 
 def read_config(unit: WorkUnit) -> Config:
-    """Build the config that `spell_jax.train` will get; errors as in rental_check.read_config."""
-    return rental_check.read_config(unit.flags)
+    """Build the config that `spell_jax.train` will get; errors as in entry.load_config."""
+    return entry.load_config(unit.flags)
 
 
 def check_config(config: Config, executor: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import shlex
 from pathlib import Path
 
 SUFFIXES = (".txt", ".md")
@@ -60,8 +61,9 @@ def check_file(source: object, path: Path) -> None:
 
 def build_command(source: object) -> str:
     """Return what to type for a file or folder that only data_pipeline reads."""
+    config = shlex.quote(f"--config=configs/data/folder.py:{source}:512")
     return (
-        f"python -m data_pipeline.build --config=configs/data/folder.py:{source}:512 "
+        f"python -m data_pipeline.build {config} "
         "--out=runs/clusters (512: sampler.max_prompt of the run), then "
         "--config.data.source=runs/clusters"
     )

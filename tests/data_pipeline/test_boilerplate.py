@@ -7,7 +7,6 @@ import pytest
 
 from data_pipeline.boilerplate import LONGEST_LINE, boilerplate_length, worth
 
-# Lines differ by words, "a-b-c" and such: lines that differ by digits alone are headers.
 NAMES = itertools.islice(itertools.permutations("abcdefg", 3), 20)
 ARTICLE = "\n\n".join(f"The river {'-'.join(name)} rose by many feet in May." for name in NAMES)
 
@@ -61,6 +60,14 @@ def test_copy_without_boilerplate_has_the_most_worth() -> None:
     ranked = sorted([truncated, edited, print_version, ARTICLE], key=worth, reverse=True)
     assert ranked[0] == ARTICLE and ranked[-1] == truncated
     assert worth(ARTICLE) == len(ARTICLE)
+
+
+def test_whole_report_is_worth_more_than_a_copy_that_breaks_off() -> None:
+    """Lines with a number inside are content, though they differ by this number alone."""
+    lines = [f"Q{n} revenue was {n} million" for n in range(1, 40)]
+    report = "\n".join([*lines, "The year ended in December."])
+    assert boilerplate_length(report) == 0
+    assert worth(report) > worth("\n".join(lines[:33]))
 
 
 def test_time_is_linear_in_the_length() -> None:

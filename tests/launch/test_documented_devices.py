@@ -13,6 +13,7 @@ from docs.tools import commands, measurements
 from spell_jax.launch import aot, rental_check, topologies
 from spell_jax.launch.memory_plan import MemoryPlan
 from spell_jax.policy.model import known_shape
+from spell_jax.runtime import entry
 from spell_jax.runtime.config import Config
 from tests import doc_commands
 from tests.paths import ROOT
@@ -56,10 +57,10 @@ def _value(words: tuple[str, ...], name: str, default: str = "") -> str:
 
 def _read_config(words: tuple[str, ...]) -> Config:
     """Read the config; a folder that stands for any model becomes the config's own model."""
-    config = rental_check.read_config(words)
+    config = entry.load_config(words)
     if not known_shape(config.policy.folder):
         (file,) = (word for word in words if word.startswith("--config="))
-        config.policy.folder = rental_check.read_config([file]).policy.folder
+        config.policy.folder = entry.load_config([file]).policy.folder
     return config
 
 
