@@ -12,7 +12,7 @@ from setuptools import find_packages, setup
 
 JAX_RANGE = ">=0.8.0,<0.12"
 COMMANDS = ("train", "sft", "generate", "serve", "evaluate", "export", "report", "check", "plan")
-# The next two have lower bounds of requirements/oldest.txt, too.
+# Lower bounds of JUDGE and TFDS: requirements/oldest.txt.
 # The external judge and other models at OpenAI-compatible endpoints.
 JUDGE = ["openai>=2.0.0"]
 # Clusters that data_pipeline built, and prepared sets (tfds:NAME), are read with these.

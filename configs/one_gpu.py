@@ -4,9 +4,9 @@
         --workdir=DIR --config.policy.folder=FOLDER --config.data.source=DOCUMENTS
 
 The argument is one of RUNS: a model, the memory of the GPU, and -lora for adapters; without it all
-weights are trained. FOLDER is hf://Qwen/NAME or a copy of the model's folder, by default models/NAME;
-DOCUMENTS are yours (docs/howto/your_documents.md). docs/howto/one_gpu.md has planned memory and
-estimated seconds of a step.
+weights are trained. FOLDER is hf://Qwen/NAME or a copy of the model's folder, by default
+models/NAME; DOCUMENTS are yours (docs/howto/your_documents.md). docs/howto/one_gpu.md has planned
+memory and estimated seconds of a step.
 Hardware: each run is planned to fit the smallest GPU of its class, an L4 or an H100 (`python -m
 launch.check --topology=l4:1`). None was run on such a GPU, and no scores are known.
 """

@@ -16,7 +16,7 @@ from spell_jax.runtime.log.metrics import Metrics
 
 @dataclasses.dataclass(frozen=True)
 class CountingConfig(AlgorithmConfig):
-    """Texts of a step, and answers to each."""
+    """Sizes of a step: texts, and answers to the question about each."""
 
     name: str = "counting"
     texts: int = 32
@@ -28,7 +28,7 @@ class CountingConfig(AlgorithmConfig):
 
 
 class Counting:
-    """The algorithm."""
+    """Asks one question about each text, and trains on GRPO groups of the answers."""
 
     model_names = trained = ()
 
@@ -41,7 +41,7 @@ class Counting:
         episodes = [_pose(rng, cluster) for _, cluster in self._stream.next(self._config.texts)]
         prompts = [f"{e.cluster.documents[0]}\n\n{e.question}" for e in episodes]
         replies = ask("responder", prompts, self._config.group_size)
-        return [_score(*pair) for pair in zip(episodes, replies, strict=True)]
+        return [_score(e, reply) for e, reply in zip(episodes, replies, strict=True)]
 
     def groups(self, episodes: list[QuestionEpisode], key: Key) -> tuple:
         return responder_groups(episodes, self._config.to_advantages)

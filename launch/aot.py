@@ -508,8 +508,11 @@ def read_program(path: str, mesh: jax.sharding.Mesh) -> Program:
 
 
 def define_flags(*, config: bool = True) -> None:
-    """Define the flags that read_flags reads. --topology is required, with `config` also --config."""
-    topologies.define_flags(required=True)
+    """Define the flags that read_flags reads; --topology is required, with `config` also --config.
+
+    Without `config`, as in `aot` itself, devices have a known memory, and no flag gives it.
+    """
+    topologies.define_flags(required=True, memory=config)
     config_flags.DEFINE_config_file("config", None, "File, or name, of the run's config.")
     flags.DEFINE_integer("length", None, "Prompt tokens P (default: config.sampler.max_prompt).")
     flags.DEFINE_string("policy", "", "Hugging Face config.json (default: that of policy.folder).")

@@ -205,10 +205,10 @@ device_description_str: "{kind}"
 """
 
 
-def define_flags(*, required: bool = False, others: bool = True) -> None:
+def define_flags(*, required: bool = False, memory: bool = True) -> None:
     """Define the flags that name devices.
 
-    --topology is required if `required`. With `others`, --memory_gib gives the memory of devices
+    --topology is required if `required`. With `memory`, --memory_gib gives the memory of devices
     that have no name here.
     """
     flags.DEFINE_string(
@@ -216,7 +216,7 @@ def define_flags(*, required: bool = False, others: bool = True) -> None:
         None,
         "Devices: v5e-16, v6e-1, h100:8, l4:1, gpu:N, cpu:N (launch/topologies.py).",
     )
-    if others:
+    if memory:
         flags.DEFINE_float(
             "memory_gib",
             0.0,

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from absl import app, flags
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -47,7 +48,7 @@ def get_config(name: str, **fields: Any) -> Config:
     """
     try:
         config = entry.load_config([f"--config={name}"])
-    except ValueError as error:
+    except (ValueError, app.UsageError, flags.Error) as error:
         raise ValueError(str(error).removeprefix("--")) from error
     names = [field for field, _ in flat(config.to_dict())]
     for field, value in fields.items():
@@ -91,6 +92,7 @@ def _run(function: Any, config: Any, workdir: Folder) -> epath.Path:
     # Python lets only the main thread handle SIGTERM, on which a run saves and ends.
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a run must be started in the main thread, which handles SIGTERM")
+    _check_folder("workdir", workdir)
     _set_up()
     config = get_config(config) if isinstance(config, str) else config
     return function(config, paths.open_folder(workdir))
@@ -141,7 +143,7 @@ class Policy:
         top_p: float = 0.95,
         max_tokens: int = 256,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> list[Reply]:
         """Sample n answers to each prompt; return a Reply for each, in order.
 
@@ -156,7 +158,7 @@ class Policy:
           top_p: probability mass of the nucleus.
           max_tokens: maximum length of an answer in tokens.
           seed: seed of sampling.
-          stop: texts that end an answer.
+          stop: text, or texts, that end an answer.
 
         Raises:
           ValueError: if an option is out of range, or a prompt leaves no room for `max_tokens`
@@ -166,7 +168,8 @@ class Policy:
         check_width(seed, "seed")
         if n < 1:
             raise ValueError(f"n = {n}: must be at least 1")
-        options = Options(temperature, top_p, max_tokens=max_tokens, stop_strings=tuple(stop))
+        stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        options = Options(temperature, top_p, max_tokens=max_tokens, stop_strings=stop_strings)
         encoded = [self._encode(i, text, max_tokens) for i, text in enumerate(texts)]
         keys = fold_keys(seed_key(seed), [(i,) for i in range(len(texts))])
         replies = dict(self.model.ask(encoded, n, options, keys))
@@ -210,9 +213,11 @@ def evaluate(
     """
     sampling_names = {field.name for field in dataclasses.fields(EvaluationSampling)}
     names = {field.name for field in dataclasses.fields(EvaluationConfig)} | sampling_names
-    names -= {"policy", "benchmarks", "sampling"}
+    # The fields of an endpoint would leave `policy` without effect.
+    names -= {"policy", "benchmarks", "sampling", "endpoint", "model", "tokenizer"}
     if unknown := sorted(fields.keys() - names):
         raise ValueError(f"{unknown[0]}: no such field, must be one of {', '.join(sorted(names))}")
+    _check_folder("out", out)
     _set_up()
     if "max_input" in fields:
         fields["max_input"] = tuple(np.atleast_1d(fields["max_input"]).tolist())
@@ -222,7 +227,13 @@ def evaluate(
         sampling=EvaluationSampling(**{k: v for k, v in fields.items() if k in sampling_names}),
         **{name: value for name, value in fields.items() if name not in sampling_names},
     )
-    return runner.evaluate(config, out, pathlib.PurePath(policy).name, sizes=sizes)
+    name = pathlib.PurePath(policy).name
+    return runner.evaluate(config, paths.expand_home(out), name, sizes=sizes)
+
+
+def _check_folder(name: str, folder: Folder) -> None:
+    if not os.fspath(folder).strip():
+        raise ValueError(f"{name} = {os.fspath(folder)!r}: must name a folder")
 
 
 @functools.cache

@@ -117,14 +117,15 @@ def test_ask_takes_one_text_and_all_options(folder, monkeypatch):
     policy = spell_jax.load(folder)
     monkeypatch.setattr(policy.model, "ask", ask)
     assert policy.ask(PROMPTS, seed=1) == ["reply 0", "reply 1"]
-    assert policy.ask(PROMPTS[0], 2, temperature=0.5, top_p=0.8, max_tokens=3, stop=["."]) == [
-        "reply 0"
-    ]
+    options = {"temperature": 0.5, "top_p": 0.8, "max_tokens": 3}
+    assert policy.ask(PROMPTS[0], 2, stop=["END"], **options) == ["reply 0"]
+    assert policy.ask(PROMPTS[0], 2, stop="END", **options) == ["reply 0"]
     assert policy.ask([]) == []
     encoded = [policy.model.encode(text) for text in PROMPTS]
     defaults = Options(temperature=0.7, top_p=0.95, max_tokens=256)
-    changed = Options(temperature=0.5, top_p=0.8, max_tokens=3, stop_strings=(".",))
-    assert [call[:3] for call in calls[:2]] == [(encoded, 1, defaults), (encoded[:1], 2, changed)]
+    changed = Options(temperature=0.5, top_p=0.8, max_tokens=3, stop_strings=("END",))
+    expected = [(encoded, 1, defaults), *[(encoded[:1], 2, changed)] * 2]
+    assert [call[:3] for call in calls[:3]] == expected
     keys = [key for call in calls for key in call[3]]
     assert len({*map(tuple, keys)}) == 3  # keys depend on the place and on the seed
 
@@ -165,6 +166,18 @@ def test_evaluate_runs_the_commands_evaluation(folder, tmp_path, monkeypatch):
     assert resumed == summary
     with pytest.raises(ValueError, match=r"^sample: no such field, must be one of answer_format, "):
         spell_jax.evaluate(folder, "text", tmp_path / "other", sample=3)
+
+
+def test_evaluate_takes_no_endpoint_beside_a_policy(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"^endpoint: no such field"):
+        spell_jax.evaluate(folder, "text", tmp_path, endpoint="http://x/v1", model="m")
+
+
+def test_empty_folder_is_refused(folder):
+    with pytest.raises(ValueError, match=r"^workdir = '': must name a folder"):
+        spell_jax.train("tiny", "")
+    with pytest.raises(ValueError, match=r"^out = ' ': must name a folder"):
+        spell_jax.evaluate(folder, "text", " ")
 
 
 def test_config_mistakes_are_one_exception(tmp_path):

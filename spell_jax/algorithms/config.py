@@ -128,13 +128,12 @@ class AlgorithmConfig:
     def check_judge(self) -> None:
         """Raise ValueError if the rule needs a judge and none is configured, or the reverse."""
         if not self.has_judge:
-            for field in ("judge_url", "judge_model"):
-                if value := getattr(self, field):
-                    raise ValueError(
-                        f"algorithm.{field} = {value!r}: must be '' for algorithm.rule = "
-                        f"{self.rule!r}, which asks no judge; algorithm.rule = 'judge' or "
-                        "'match_or_judge' asks it"
-                    )
+            if self.judge_url or self.judge_model:
+                raise ValueError(
+                    f"algorithm.judge_url = {self.judge_url!r}, algorithm.judge_model = "
+                    f"{self.judge_model!r}: must be '' for algorithm.rule = {self.rule!r}, which "
+                    "asks no judge; algorithm.rule = 'judge' or 'match_or_judge' asks it"
+                )
             return
         if not self.judge_url.startswith(("http://", "https://")):
             raise ValueError(

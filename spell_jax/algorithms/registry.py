@@ -1,8 +1,8 @@
 """Registry of algorithms: config, constructor, held-out evaluation and inputs of each, by name.
 
-A module or config file of the user's adds an algorithm with `register`; docs/algorithms.md has a
-complete example. An algorithm of this package is an entry of ALGORITHMS. Sampler, learner and
-trainer do not depend on any algorithm.
+A module or config file of the user's adds an algorithm with `register`, as
+docs/howto/add_algorithm.md shows. An algorithm of this package is an entry of ALGORITHMS. Sampler,
+learner and trainer do not depend on any algorithm.
 """
 
 from __future__ import annotations

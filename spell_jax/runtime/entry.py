@@ -120,7 +120,7 @@ def print_config_help(argv: Sequence[str], describe_config: Callable[[Config, st
     """
     for place, argument in enumerate(argv):
         flag, _, name = argument.partition("=")
-        if flag == HELP_CONFIG:
+        if flag in (HELP_CONFIG, HELP_CONFIG[1:]):  # absl takes one dash as well
             following = [text for text in argv[place + 1 : place + 2] if not text.startswith("-")]
             config = load_config(argv)
             print(describe_config(config, name or "".join(following)))
@@ -316,7 +316,7 @@ def parse_flags(
         flag, (place, _, remedy) = head.removeprefix("flag ").rstrip(":"), text.partition(": ")
         raise ValueError(f"{flag}: {remedy if flag.endswith(place) else text}") from error
     except SyntaxError as error:
-        # A bug elsewhere too, but its place and words fit one line.
+        # Also of a module that the config imports: place and message fit one line.
         raise ValueError(
             f"--config: {error.filename}, line {error.lineno}: {error.msg}: "
             f"{(error.text or '').strip()}"
@@ -352,7 +352,7 @@ def load_config(argv: Sequence[str]) -> Config:
     for text in _find_config(argv):
         # A value may follow its flag as an argument of its own.
         is_value = not text.startswith("-") and re.fullmatch(r"--?config\.[^=]+", arguments[-1])
-        if is_value or re.match("--?config[.=]", text):
+        if is_value or re.match("--?(no)?config[.=]", text):
             arguments.append(text)
     values = flags.FlagValues()  # of the config alone
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)

@@ -42,9 +42,9 @@ def describe(config: Config, name: str = "") -> str:
             path = f"{section}.{field}".lstrip(".")
             is_chosen = not name or f"{path}.".startswith(f"{name}.")
             if is_chosen and field in values and path not in classes:
-                lines += _field_lines(path, values[field], defaults, texts[field])
+                lines += _field_lines(path, values[field], defaults, texts.get(field, ""))
         if lines:
-            title = (inspect.getdoc(cls) or "").splitlines()[0]
+            title, _, _ = (inspect.getdoc(cls) or cls.__name__).partition("\n")
             title = textwrap.fill(
                 f"# {section or 'config'}: {title}", _WIDTH, subsequent_indent="# "
             )
@@ -59,7 +59,7 @@ def _field_lines(path: str, value: Any, defaults: Mapping[str, Any], text: str) 
     default = defaults.get(path, value)
     changed_from = f" (default {default!r})" if default != value else ""
     meaning = textwrap.indent(textwrap.fill(text, _WIDTH - len(_INDENT)), _INDENT)
-    return [f"{path} = {value!r}{changed_from}", meaning]
+    return [f"{path} = {value!r}{changed_from}", *([meaning] if text else [])]
 
 
 def subsections(cls: type) -> dict[str, type]:

@@ -312,6 +312,19 @@ def test_watch_rents_for_a_run_that_fits_or_unchecked(cloud, capsys, words):
     assert "queued-resources create" in capsys.readouterr().out
 
 
+def test_watch_says_that_another_command_is_not_checked(cloud, capsys):
+    tuning = ["--", "-m", "spell_jax.sft", "--config=configs/tiny_warm_start.py"]
+    assert cloud.main("watch", "--dry_run", *tuning) == 0
+    assert "not checked: -m spell_jax.sft" in capsys.readouterr().out.partition("gcloud")[0]
+
+
+@pytest.mark.parametrize("option", ["--skip_check", "--policy=config.json"])
+def test_options_of_the_check_are_refused_without_a_check(cloud, capsys, option):
+    with pytest.raises(SystemExit):
+        cloud.main("run", option, *FITTING)
+    assert f"{option.partition('=')[0]}: must be given to watch alone" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("action", tpu_vm.COMMANDS)
 def test_dry_run_prints_calls_without_making_them(cloud, monkeypatch, capsys, action):
     monkeypatch.setenv("PATH", str(cloud.root / "nothing"))  # any call would fail

@@ -7,6 +7,9 @@ import re
 import pytest
 
 import spell_jax
+from examples import counting
+from spell_jax.algorithms import registry
+from spell_jax.config import default_config
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import flat
 from spell_jax.runtime.files import paths
@@ -54,6 +57,14 @@ def test_a_section_or_a_field_is_listed_alone(config, section, fields):
     assert {name.rpartition(".")[2] for name in listed} >= set(fields)
 
 
+def test_an_algorithm_without_meanings_lists_its_fields(monkeypatch):
+    """The example of a user's algorithm has a docstring without `Attributes:`."""
+    monkeypatch.setattr(registry, "ALGORITHMS", dict(registry.ALGORITHMS))
+    registry.register(registry.AlgorithmSpec(counting.CountingConfig, counting.Counting))
+    text = config_help.describe(default_config("counting"), "algorithm")
+    assert "# algorithm: Sizes of a step" in text and "\nalgorithm.texts = 32\n" in text
+
+
 def test_a_wrong_section_is_named_with_the_sections():
     message = (
         "^--help_config = 'samplers': must be a field, or a section: policy, data, .*sampler, "
@@ -63,13 +74,16 @@ def test_a_wrong_section_is_named_with_the_sections():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help_config"], ["--help_config=data"], ["--help_config", "data"]]
+    "arguments",
+    [["--help_config"], ["--help_config=data"], ["--help_config", "data"], ["-help_config=data"]],
 )
 def test_the_flag_needs_no_other_flag_and_shows_overrides(arguments, capsys):
     argv = ["x", "--config=tiny", *arguments, "--config.data.source=docs", "--config.steps", "7"]
+    argv += ["--noconfig.evaluate"]
     with pytest.raises(SystemExit) as end:
         entry.print_config_help(argv, config_help.describe)
     out = capsys.readouterr().out
     assert not end.value.code and "\ndata.source = 'docs' (default '')\n" in out
+    assert ("\nevaluate = False" in out) == (arguments == ["--help_config"])
     assert ("\nsteps = 7 (default 70)\n" in out) == (arguments == ["--help_config"])
     entry.print_config_help(["x", "--config=tiny"], config_help.describe)  # goes on
