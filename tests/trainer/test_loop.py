@@ -509,7 +509,7 @@ def test_judge_needs_a_url_and_a_model(rule, policy, monkeypatch):
 def test_judge_without_a_rule_that_asks_it_is_refused(field, policy):
     config = noise.small_config(policy, **{f"algorithm.{field}": "http://localhost:1/v1"})
     with pytest.raises(
-        ValueError, match=rf"algorithm\.judge_url = .*{field} = 'http.*: must be '' for .*'match'"
+        ValueError, match=rf"algorithm\.{field} = 'http.*: must be '' for .*'match'"
     ):
         loop.make_run(config)
 
