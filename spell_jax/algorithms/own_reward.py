@@ -4,7 +4,7 @@
 
 1. A call gets all answers of a round, the G answers to a question together, and returns one finite
    number for each answer, in order. Only differences inside a group count: a group's advantages are
-   its rewards without their mean, divided by their deviation (algorithm.divide_by_deviation).
+   its rewards minus their mean, divided by their deviation (algorithm.divide_by_deviation).
 2. `async def` is called alike. Every call has an event loop of its own, so open clients inside.
 3. Process 0 alone calls the function, and all processes get its rewards. A resumed run calls it
    again for the step that it repeats: for equal bits, equal answers must have equal rewards.
@@ -19,7 +19,7 @@ import dataclasses
 import inspect
 import math
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -140,20 +140,6 @@ class OwnReward:
     @staticmethod
     def _describe_all(answers: Sequence[RewardInput]) -> str:
         return f"for {len(answers)} answers, the first to question {_shorten(answers[0].question)}"
-
-
-def conflicts(responder_reward: str, document_share: float) -> Iterator[str]:
-    """Yield a message for each field of `algorithm.responder` that a function makes ineffective."""
-    if responder_reward not in ("max", "rule"):
-        yield (
-            f"algorithm.responder.reward = {responder_reward!r}: must be 'max' (a verifier votes) "
-            f"or 'rule' (none votes) with {FIELD}, which combines rule and votes itself"
-        )
-    if document_share:
-        yield (
-            f"algorithm.responder.document_share = {document_share}: must be 0 with {FIELD}, which "
-            "rewards the whole answer"
-        )
 
 
 def _describe(answer: RewardInput) -> str:

@@ -47,7 +47,7 @@ class EvidenceMixture:
     documents: tuple[int, ...] = (3, 4, 5, 6)  # possible numbers of documents of a question
     two_hop: float = 0.5  # two-hop questions; all other questions are look-ups
     # Two-hop answers and sets that omit the second line. Rows teach the format and leave evidence
-    # to reinforcement learning: the tuned policy has a recall of .67 (docs/algorithms.md).
+    # to reinforcement learning: the tuned policy has a recall of .67 (docs/algorithms.md, EAPO).
     hasty: float = 0.65
     slips: float = 0.2  # other answers with evidence that is not exactly the true lines
     lucky: float = 0.9  # answers with incomplete evidence that are right nevertheless

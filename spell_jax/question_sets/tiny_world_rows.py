@@ -82,7 +82,7 @@ class StoryMixture:
     shares: tuple[float, ...] = (0.4, 0.3, 0.3)  # of rows, for each value of K
     # Share of guessing rows for each value of K: with more options more rows guess. The tuned
     # policy earns a dense reward of .99, .35 and .29 for K = 2, 3 and 4, and a pure guess .50, .33
-    # and .25 (docs/algorithms.md).
+    # and .25 (launch/experiments/notebooks/small_runs.md, "Document reconstruction").
     guessed: tuple[float, ...] = (0.35, 0.6, 0.65)
 
 

@@ -68,7 +68,7 @@ def describe(
     groups: Sequence[Sequence[int]],
     workdirs: Sequence[epath.Path],
     configs: Sequence[Mapping[str, Any] | None],
-    records: Sequence[Sequence[Mapping[str, Any]]],
+    metrics: Sequence[Sequence[Mapping[str, Any]]],
 ) -> dict[str, Any]:
     """Describe groups of runs, which are indices into the other arguments.
 
@@ -76,24 +76,24 @@ def describe(
       groups: runs that differ only in the seed.
       workdirs: folders of the runs.
       configs: configs of the runs, None where there is none.
-      records: lines of metrics of the runs.
+      metrics: lines of metrics of the runs.
 
     Returns:
       {"facts": [[name, texts]], "differing": [[field, texts]], "defaults": [[field, text of the
       default, texts]]}, where `texts` has a text, or None, for each group. "differing" are fields
       with different values in the groups, "defaults" fields that are not at their default.
     """
-    starts = [read_record(workdir) for workdir in workdirs]
+    run_records = [read_record(workdir) for workdir in workdirs]
     facts: dict[str, list[str | None]] = {}
     for members in groups:
         first = members[0]
         by_name = {
-            **_describe_config(configs[first] or {}, starts[first]),
+            **_describe_config(configs[first] or {}, run_records[first]),
             "seed": _join_texts((configs[i] or {}).get("seed") for i in members),
-            "steps": _join_texts(_describe_steps(configs[i], records[i]) for i in members),
-            "time": _describe_time([records[i] for i in members]),
-            "code": _join_texts(_describe_starts(starts[i], _code_of) for i in members),
-            "device": _join_texts(_describe_starts(starts[i], _device_of) for i in members),
+            "steps": _join_texts(_describe_steps(configs[i], metrics[i]) for i in members),
+            "time": _describe_time([metrics[i] for i in members]),
+            "code": _join_texts(_describe_starts(run_records[i], _code_of) for i in members),
+            "device": _join_texts(_describe_starts(run_records[i], _device_of) for i in members),
             "folder": _join_texts(workdirs[i] for i in members),
         }
         for name, text in by_name.items():
@@ -101,7 +101,7 @@ def describe(
     fields = [dict(flat(configs[members[0]] or {})) for members in groups]
     defaults: dict[str, Any] = {}
     for members in groups:
-        defaults |= (starts[members[0]] or {}).get("defaults", {})
+        defaults |= (run_records[members[0]] or {}).get("defaults", {})
     return {
         "facts": [[name, texts] for name, texts in facts.items() if any(texts)],
         "differing": [
@@ -150,12 +150,12 @@ def _describe_policy(folder: Any, record: Mapping[str, Any] | None) -> str | Non
 
 
 def _describe_steps(
-    config: Mapping[str, Any] | None, records: Sequence[Mapping[str, Any]]
+    config: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    if not records:
+    if not metrics:
         return None
     planned = (config or {}).get("steps")
-    return f"{records[-1]['step']}" + (f" of {planned}" if planned is not None else "")
+    return f"{metrics[-1]['step']}" + (f" of {planned}" if planned is not None else "")
 
 
 def _describe_time(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str | None:

@@ -17,7 +17,7 @@ _STATUSES += ("too_small",)
 _AGENTS = (*ROLES, "reference_reader")
 
 
-# A share of 0 in all steps is a result here, and no plot that nobody needs.
+# These metrics are plotted even if they are 0 at every step: that is a result.
 _KEPT_ZEROS = re.compile(r"eval/(?!truncated/).*|rollout/(solve_rate|\w+_reward)")
 _ACCURACIES = ("all", "responder", "verifier", *PAPER_TASKS)
 # Measures of held-out answers besides accuracy.

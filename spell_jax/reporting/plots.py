@@ -285,7 +285,7 @@ def _draw_table(axes: Axes, table: Mapping[str, Any], groups: Sequence[Mapping])
 
 
 def _differences(left: Sequence[float], right: Sequence[float]) -> list[float]:
-    # Not below 0: an interval may end at its mean, of which both are rounded.
+    # Mean and end are rounded separately, so their difference may be just below 0.
     return [max(0.0, a - b) for a, b in zip(left, right, strict=True)]
 
 

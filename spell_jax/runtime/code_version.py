@@ -1,22 +1,12 @@
-"""The version of this code: the installed release, and the commit of a checkout."""
+"""The commit of a checkout of this code."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import pathlib
 import subprocess
 
 UNKNOWN = "unknown"
-_PACKAGE = "spell_jax"
-_CHECKOUT = pathlib.Path(__file__).parents[2]  # the folder of the package
-
-
-def release() -> str:
-    """Return the version of the installed package; UNKNOWN if it is not installed."""
-    try:
-        return importlib.metadata.version(_PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return UNKNOWN
+_CHECKOUT = pathlib.Path(__file__).parents[2]
 
 
 def head_commit() -> str:
@@ -25,7 +15,8 @@ def head_commit() -> str:
     # about this code.
     if not (_CHECKOUT / ".git").exists():
         return UNKNOWN
-    command = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty"]
+    # Without tags: a tag's name would take the place of the commit.
+    command = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         git = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):

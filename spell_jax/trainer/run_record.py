@@ -27,6 +27,7 @@ from spell_jax.runtime import code_version
 from spell_jax.runtime.config import flat, plain
 from spell_jax.runtime.files.jsonl import read_json, write_json
 from spell_jax.runtime.files.paths import RUN_FILE
+from spell_jax.runtime.version import VERSION
 
 
 def write(
@@ -61,7 +62,7 @@ def _read_starts(workdir: epath.Path) -> list[dict[str, Any]]:
 
 def _describe_process() -> dict[str, Any]:
     return {
-        "version": code_version.release(),
+        "version": VERSION,
         "commit": code_version.head_commit(),
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,

@@ -1,6 +1,7 @@
 """Tests of the record of what a run was."""
 
 import json
+import subprocess
 
 import jax
 import pytest
@@ -10,6 +11,7 @@ from spell_jax.config import default_supervised_config, read, read_supervised, t
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import code_version
 from spell_jax.runtime.config import plain
+from spell_jax.runtime.version import VERSION
 from spell_jax.trainer import run_record
 from tests import noise
 from tests.paths import ROOT
@@ -27,7 +29,7 @@ def write(workdir, step: int, **fields) -> dict:
 def test_record_has_code_devices_sizes_and_changed_defaults(tmp_path):
     record = write(tmp_path, 0, **{"algorithm.group_size": 5})
     (start,) = record["starts"]
-    assert start["version"] == code_version.release() and start["commit"]
+    assert start["version"] == VERSION and start["commit"]
     assert (start["jax"], start["devices"]) == (jax.__version__, jax.device_count())
     # Per layer: q, o [8, 8], k, v [8, 4], their 16 biases, three of [8, 16], two norms; then the
     # embedding and the last norm.
@@ -81,5 +83,21 @@ def test_commit_is_of_this_checkout_and_unknown_elsewhere(tmp_path, monkeypatch)
     assert code_version.head_commit() == code_version.UNKNOWN
     (tmp_path / ".git").mkdir()  # damaged
     assert code_version.head_commit() == code_version.UNKNOWN
-    monkeypatch.setattr(code_version, "_PACKAGE", "no_such_package")
-    assert code_version.release() == code_version.UNKNOWN
+
+
+def test_commit_is_none_of_its_tags_and_says_that_files_were_changed(tmp_path, monkeypatch):
+    def git(*arguments: str) -> str:
+        user = "-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "tag.gpgsign=false"
+        command = ["git", "-C", str(tmp_path), *user, "-c", "commit.gpgsign=false", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "--quiet")
+    (tmp_path / "code.py").write_text("1\n")
+    git("add", "code.py")
+    git("commit", "--quiet", "--message=one")
+    git("tag", "--annotate", "--message=release", "v1.0")
+    monkeypatch.setattr(code_version, "_CHECKOUT", tmp_path)
+    commit = code_version.head_commit()
+    assert len(commit) >= 7 and git("rev-parse", "HEAD").startswith(commit)
+    (tmp_path / "code.py").write_text("2\n")
+    assert code_version.head_commit() == f"{commit}-dirty"

@@ -391,8 +391,8 @@ def _best(branches: Sequence[Branch]) -> Branch | None:
     Of equal scores, the judge's preferred branch wins, or else the first.
     """
     formed = _well_formed(branches)
-    # Branches without a score come last, so a failed judge leaves the first well-formed branch
-    # (docs/algorithms.md, "Ties and failed scores").
+    # Our choice: branches without a score come last, so a failed judge leaves the first
+    # well-formed branch.
     return max(
         formed,
         key=lambda b: (-math.inf if b.score is None else b.score, b.is_preferred),

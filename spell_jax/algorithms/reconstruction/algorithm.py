@@ -41,8 +41,8 @@ from spell_jax.selfplay.puzzles import FEWEST_OPTIONS, MOST_OPTIONS, OVERLONG, O
 
 NO_PUZZLE = "no_puzzle"  # status of an episode with an unsuitable document
 REWARDS = {"dense": puzzles.dense_reward, "sparse": puzzles.sparse_reward}
-# A bound, because a source of unsuitable documents would never fill a step (our choice:
-# docs/algorithms.md, "Refused documents").
+# A bound, because a source of unsuitable documents would never fill a step. Our choice: the paper
+# does not say what replaces such a document.
 ROUNDS = 4  # most rounds of taking documents, where some yield no puzzle
 
 

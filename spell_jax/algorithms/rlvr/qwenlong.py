@@ -182,5 +182,5 @@ class Phases(QuestionSet):
 
 
 def _input_tokens(e: SpellEpisode, context: AlgorithmContext) -> int:
-    # Without the template (our choice: docs/algorithms.md, "Length").
+    # Our choice: without the template, which is the same for all questions.
     return sum(context.count_tokens(text) for text in (*e.documents, e.question))

@@ -167,7 +167,7 @@ def explain_all_empty(lines: Sequence[Mapping[str, Any]], hints: Mapping[str, st
     if not lines or not all(line.get("train/empty_update") for line in lines):
         return ""
     means = {
-        name: sum(values) / len(lines)
+        name: sum(values) / len(values)
         for name in hints
         if (values := [line[name] for line in lines if line.get(name) is not None])
     }
