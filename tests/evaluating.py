@@ -13,7 +13,7 @@ import json
 import pathlib
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,8 +25,8 @@ from spell_jax.evaluation import runner
 from spell_jax.evaluation.answering import EvaluationSampling
 from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.rollout import judge as judging
-from spell_jax.rollout.judge import AskJudge, Judge
-from spell_jax.rollout.repliers import PolicyReplier
+from spell_jax.rollout.judge import Judge
+from spell_jax.rollout.repliers import PolicyReplier, Replier
 from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import setup as start
 from spell_jax.sampler.config import SamplerConfig
@@ -84,14 +84,29 @@ def _sum(text: str) -> int:
     return zlib.crc32(text.encode(errors="replace"))
 
 
-def reply(prompts: Sequence[str]) -> Iterator[tuple[int, str | None]]:
+class ScriptedReplier:
+    """Replier by a function of the prompts, without words about its failures."""
+
+    last_failure = ""
+
+    def __init__(self, reply: Callable[[Sequence[str]], Iterable[tuple[int, str | None]]]):
+        self._reply = reply
+
+    def __call__(self, prompts: Sequence[str], numbers: Any = ()) -> Any:
+        return self._reply(prompts)
+
+
+def _reply(prompts: Sequence[str]) -> Iterator[tuple[int, str | None]]:
     """Yield verdicts of all kinds by checksum: yes, no, neither, none."""
     assert jax.process_index() == 0 or not prompts, "the judge is asked twice"
     for index, prompt in enumerate(prompts):
         yield index, ("[[YES]]", "[[NO]]", "perhaps", None)[_sum(prompt) % 4]
 
 
-def policy_judge(folder: pathlib.Path) -> AskJudge:
+by_checksum = ScriptedReplier(_reply)
+
+
+def policy_judge(folder: pathlib.Path) -> Replier:
     """Return a policy as the judge; only process 0 may have answers to judge."""
     judge = PolicyReplier(TextModel(folder, sizes=SIZES), 4)
 
@@ -99,7 +114,7 @@ def policy_judge(folder: pathlib.Path) -> AskJudge:
         assert jax.process_index() == 0 or not prompts, "the judge is asked twice"
         return judge(prompts)
 
-    return ask
+    return ScriptedReplier(ask)
 
 
 def write_episodes(workdir: pathlib.Path, steps: Mapping[int, Sequence[Any]]) -> pathlib.Path:
@@ -119,12 +134,14 @@ def config(policy: pathlib.Path, **changes: Any) -> runner.EvaluationConfig:
     return runner.EvaluationConfig(**fields)
 
 
-def make_judge(out: pathlib.Path, ask: Any = reply) -> Judge:
+def make_judge(out: pathlib.Path, ask: Replier = by_checksum) -> Judge:
     replies_file = out / judging.REPLIES if jax.process_index() == 0 else None
     return Judge(ask, prompt_sets.load("compact").judge, "checksum", cache_file=replies_file)
 
 
-def run(policy: pathlib.Path, out: pathlib.Path, ask: Any = reply, **changes: Any) -> dict:
+def run(
+    policy: pathlib.Path, out: pathlib.Path, ask: Replier = by_checksum, **changes: Any
+) -> dict:
     """Evaluate a policy under pytest's patches: see main."""
     judge = make_judge(out, ask)
     return runner.evaluate(config(policy, **changes), out, "noise", judge, SIZES)
@@ -136,7 +153,7 @@ def main() -> None:
     start.setup()
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(runner.registry, "load", load)
-        ask = policy_judge(judge[0]) if judge else reply
+        ask = policy_judge(judge[0]) if judge else by_checksum
         run(policy, out, ask)
 
 

@@ -16,13 +16,13 @@ import logging
 import os
 import pathlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from spell_jax.rollout.flags import SIZES, check_model
-from spell_jax.rollout.repliers import make_replier
+from spell_jax.rollout.repliers import Replier, make_replier
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.files.jsonl import append_records, read_records
 from spell_jax.sampler.config import SamplerConfig
@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 Item = tuple[Any, ...]  # fields of a prompt, such as question, prediction and reference
 # (question, prediction, reference) triples -> 1 (right), 0 (wrong) or -1 (no verdict).
 JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
-# Prompts -> (index of a prompt, reply) in order of arrival; a reply of None is a failure.
-AskJudge = Callable[[Sequence[str]], Iterable[tuple[int, str | None]]]
 REPLIES = "judge.jsonl"
 _MOST_SILENT, _FEWEST_ASKED = 3, 4  # of VerdictWatch: steps in a row, answers of a step
 
@@ -57,7 +55,7 @@ class Judge:
 
     def __init__(
         self,
-        ask: AskJudge,
+        ask: Replier,
         write_prompt: Callable[..., str],
         model: str = "",
         parse: Parse = parse_judgement,
@@ -104,7 +102,7 @@ class Judge:
                 verdicts[self._key(unknown[index])] = self._record(unknown[index], reply)
         if failed := [*verdicts.values()].count(UNANSWERED):
             self.counts["failed"] += failed
-            last = getattr(self._ask, "last_failure", "")  # a policy of our own has none
+            last = self._ask.last_failure
             log.warning(
                 "%s: no reply to %d of %d prompts; the rule's scores stand where there is a rule%s",
                 *(self.model, failed, len(unknown), f". Last: {last}" if last else ""),
@@ -142,12 +140,14 @@ class Judge:
 class VerdictWatch:
     """Watch over the steps of a run in which the external judge gave no verdict.
 
-    A judge that has never given a verdict is set up wrongly: its first step ends the run. Later a
-    server may be down for a while: the run ends after _MOST_SILENT such steps in a row.
+    A judge without a verdict in the first step of a run is set up wrongly: the step ends the run.
+    Later, also after a resume, a server may be down for a while: the run ends after _MOST_SILENT
+    such steps in a row.
     """
 
-    def __init__(self) -> None:
-        self._silent_in_a_row = _MOST_SILENT - 1
+    def __init__(self, finished_steps: int) -> None:
+        """Start the watch of a run that has done `finished_steps` steps."""
+        self._silent_in_a_row = 0 if finished_steps else _MOST_SILENT - 1
 
     def ends_run(self, failed: float, num_asked: float) -> bool:
         """Return whether to end the run before the update of a step.

@@ -27,6 +27,11 @@ Numbers = Sequence[tuple[int, ...]]  # numbers from which the random key of each
 class Replier(Protocol):
     """A model that replies to single prompts."""
 
+    @property
+    def last_failure(self) -> str:
+        """Words of the last failure, with its remedy if there is one; "" without a failure."""
+        ...
+
     def __call__(
         self, prompts: Sequence[str], numbers: Numbers = ()
     ) -> Iterable[tuple[int, str | None]]:
@@ -89,6 +94,10 @@ class PolicyReplier:
             )
         self.model.release()
 
+    @property
+    def last_failure(self) -> str:
+        return ""  # only prompts over the policy's context get no reply
+
 
 @dataclasses.dataclass(frozen=True)
 class EndpointReplier:
@@ -103,7 +112,6 @@ class EndpointReplier:
 
     @property
     def last_failure(self) -> str:
-        """Words of the last failure, with its remedy if there is one; "" without a failure."""
         return self.endpoint.last_failure
 
 

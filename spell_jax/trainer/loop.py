@@ -79,7 +79,7 @@ def _train(run: Run, files: RunFiles, rollouts: Rollouts) -> States:
         logger.enter("validate", 0)
         held_out.validate_first(run, rollouts.params(states), files.workdir)
     logger.progress.limit(60 * config.max_minutes or None)
-    verdict_watch = VerdictWatch() if config.algorithm.has_judge else None
+    verdict_watch = VerdictWatch(step) if config.algorithm.has_judge else None
 
     with setup.sparing_garbage_collector() as spare_long_lived:
         while rollouts.has_next or (step < config.steps and not logger.progress.is_over()):

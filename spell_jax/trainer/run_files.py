@@ -181,8 +181,9 @@ class RunFiles:
         self.save(step, states, algorithm_state, force=True)
         raise entry.EndedError(
             f"step {step + 1}: the judge gave no verdict on any of {num_asked} answers, as the "
-            "warnings say; check algorithm.judge_url, algorithm.judge_model and the key in "
-            f"SPELL_JUDGE_KEY. Step {step} is saved, and the same command goes on"
+            "warnings say; without replies, check algorithm.judge_url, algorithm.judge_model and "
+            "the key in SPELL_JUDGE_KEY, and with replies algorithm.judge_template. "
+            f"Step {step} is saved, and the same command goes on"
         )
 
 

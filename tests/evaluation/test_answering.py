@@ -175,7 +175,7 @@ def scored(
 
 
 @pytest.mark.parametrize(
-    ("reply", "judge", "final"),
+    ("reply", "verdict", "final"),
     [
         ("[[YES]]", 1, 1.0),
         ("[[NO]]", 0, 0.25),
@@ -183,7 +183,7 @@ def scored(
         (None, "unanswered", 0.25),
     ],
 )
-def test_final_score_is_the_better_of_rule_and_judge(reply, judge, final):
+def test_final_score_is_the_better_of_rule_and_judge(reply, verdict, final):
     judge_prompts = []
 
     def ask(prompts):
@@ -191,10 +191,11 @@ def test_final_score_is_the_better_of_rule_and_judge(reply, judge, final):
         return [(index, reply) for index in range(len(prompts))]
 
     ordered = scored(judged=True)
-    answering.ask_judge(ordered, Judge(ask, lambda *item: "|".join(item)))
+    judge = Judge(evaluating.ScriptedReplier(ask), lambda *item: "|".join(item))
+    answering.ask_judge(ordered, judge)
     assert judge_prompts == ["which?|no|first"]  # correct and empty answers are not judged
-    assert [row["judge"] for _, row in ordered] == [None, judge, None]
-    assert [row["unjudged"] for _, row in ordered] == [False, judge not in (0, 1), False]
+    assert [row["judge"] for _, row in ordered] == [None, verdict, None]
+    assert [row["unjudged"] for _, row in ordered] == [False, verdict not in (0, 1), False]
     assert [row["final"] for _, row in ordered] == [1.0, final, 0.0]
     assert [row["rule"] for _, row in ordered] == [1.0, 0.25, 0.0]
     assert all(row["by"] == {"step": 3} for _, row in ordered)
@@ -213,7 +214,9 @@ def test_judge_alone_decides_on_all_stated_answers(replies, finals, missing):
     by_answer = dict(zip(("which?|yes|first", "which?|no|first"), replies, strict=True))
     ordered = scored(judged=True, rule="judge")
     judge = Judge(
-        lambda prompts: [(index, by_answer[prompt]) for index, prompt in enumerate(prompts)],
+        evaluating.ScriptedReplier(
+            lambda prompts: [(index, by_answer[prompt]) for index, prompt in enumerate(prompts)]
+        ),
         lambda *item: "|".join(item),
         parse=parse_grade,
     )

@@ -6,12 +6,14 @@ import json
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from spell_jax.rollout.judge import Judge, VerdictWatch
+from spell_jax.rollout.repliers import PolicyReplier
 from spell_jax.runtime import endpoint as endpoints
 from spell_jax.runtime.endpoint import Endpoint, EndpointConfig
 from spell_jax.selfplay import prompts
@@ -403,13 +405,27 @@ def test_error_of_a_compressed_body_is_bounded(server, caplog):
 
 
 def test_silent_judge_ends_a_run_at_once_only_if_it_never_spoke():
-    watch = VerdictWatch()
+    watch = VerdictWatch(0)
     assert not watch.ends_run(0, 0) and not watch.ends_run(3, 3)  # nothing, or too little, asked
     assert watch.ends_run(8, 8)
-    watch = VerdictWatch()
+    watch = VerdictWatch(0)
     steps = [(7, 8), (8, 8), (8, 8), (7, 8), (8, 8), (0, 0), (8, 8)]
     assert not any(watch.ends_run(failed, num_asked) for failed, num_asked in steps)
     assert watch.ends_run(8, 8)
+
+
+def test_a_run_that_resumes_outlives_two_silent_steps():
+    watch = VerdictWatch(500)
+    assert not watch.ends_run(8, 8) and not watch.ends_run(8, 8)
+    assert watch.ends_run(8, 8)
+
+
+def test_a_policy_that_cannot_reply_has_no_words_of_a_failure(caplog):
+    refusing = types.SimpleNamespace(ask=lambda *_, **__: [(0, None)], release=lambda: None)
+    refusing.config = types.SimpleNamespace(max_positions=9)
+    judge = Judge(PolicyReplier(refusing, 4), lambda *item: item[1], "m")  # type: ignore[arg-type]
+    assert judge.judge([item("a")]) == [UNANSWERED]
+    assert caplog.messages[-1].endswith("the rule's scores stand where there is a rule")
 
 
 def test_replies_without_any_verdict_are_a_warning(caplog):

@@ -519,7 +519,7 @@ def test_run_without_any_verdict_is_saved_and_ends(policy, tmp_path, monkeypatch
     judge = {"rule": "judge", "judge_url": "http://localhost:1/v1", "judge_model": "m"}
     config = noise.small_config(policy, **{f"algorithm.{k}": v for k, v in judge.items()})
     monkeypatch.setattr(build, "_make_judge", lambda *_: lambda items: [UNANSWERED] * len(items))
-    message = r"^step 1: the judge gave no verdict on any of \d+ answers.*Step 0 is saved"
+    message = r"^step 1: the judge gave no verdict on any of \d+ answers.*judge_template.*Step 0 is"
     with pytest.raises(EndedError, match=message):
         Finished(config, tmp_path)
     assert (tmp_path / CHECKPOINTS_FOLDER / "0").is_dir()

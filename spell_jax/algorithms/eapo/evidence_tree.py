@@ -31,8 +31,7 @@ from spell_jax.evaluation import generation
 from spell_jax.policy import choices
 from spell_jax.policy.embedder import Embedder
 from spell_jax.rollout import flags
-from spell_jax.rollout.judge import AskJudge
-from spell_jax.rollout.repliers import PolicyReplier, make_replier
+from spell_jax.rollout.repliers import PolicyReplier, Replier, make_replier
 from spell_jax.rollout.replies import Prompt
 from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import entry
@@ -154,7 +153,7 @@ class EvidenceTree:
     config: TreeConfig
     prompts: Prompts
     sampling: Record
-    judge: AskJudge | None = None
+    judge: Replier | None = None
     embed: Embed | None = None
     rerank: Rerank | None = None
 
@@ -456,7 +455,7 @@ def run(flag_values: Any) -> None:
     generation.write_answers(flag_values, lines)
 
 
-def _make_judge(flag_values: Any, policy: TextModel) -> AskJudge:
+def _make_judge(flag_values: Any, policy: TextModel) -> Replier:
     """Make the judge of branches: an endpoint, another policy, or `policy` itself by default."""
     cap = flag_values.judge_max_tokens
     if not flags.check_model(flag_values, "judge"):
