@@ -71,7 +71,7 @@ class MakeEvaluation(Protocol):
 
 
 class Share(float):
-    """A share of questions that got a right answer, and the number of these questions."""
+    """The share of questions that got a right answer, and the number of all questions."""
 
     questions: int
 
@@ -80,13 +80,22 @@ class Share(float):
         share.questions = questions
         return share
 
+    def __getnewargs__(self) -> tuple[float, int]:  # type: ignore[override]
+        return float(self), self.questions
+
 
 def mean_outcome(outcomes: Sequence[bool | float]) -> float:
-    """Return the mean of the questions' outcomes, a Share if each is 0 or 1."""
+    """Return the mean of the questions' outcomes, a Share if the outcomes are bools."""
     if not outcomes:
         raise ValueError("a mean of no outcomes")
     mean = sum(outcomes) / len(outcomes)
-    return Share(mean, len(outcomes)) if intervals.is_binary(outcomes) else mean
+    return Share(mean, len(outcomes)) if _are_right_or_wrong(outcomes) else mean
+
+
+def _are_right_or_wrong(outcomes: Sequence[bool | float]) -> bool:
+    # The types, not the values: before training an F1 may be 0 for every question, and it would
+    # have the interval of a share at first and another one later.
+    return all(isinstance(outcome, bool) for outcome in outcomes)
 
 
 class ExamPrompt(NamedTuple):
@@ -94,7 +103,9 @@ class ExamPrompt(NamedTuple):
 
     rows: Sequence[str]  # rows of the table in which the reply counts
     text: str
-    measure: Callable[[str], Mapping[str, float]]  # from the reply's text to values by column
+    # From the reply's text to values by column: bools in columns of right or wrong answers, which
+    # have a Wilson interval, else numbers.
+    measure: Callable[[str], Mapping[str, bool | float]]
     question: Question | None = None  # the question of an answer that is recorded
 
 
@@ -112,11 +123,16 @@ def to_report(tables: Tables) -> Report:
     """Return the mean of the values in each cell."""
     return {
         section: {
-            row: {column: intervals.estimate(values) for column, values in columns.items()}
+            row: {column: estimate_outcome(values) for column, values in columns.items()}
             for row, columns in table.items()
         }
         for section, table in tables.items()
     }
+
+
+def estimate_outcome(outcomes: Sequence[bool | float]) -> Estimate:
+    """Return the mean of the outcomes, with a Wilson interval if they are bools."""
+    return intervals.estimate(outcomes, is_share=_are_right_or_wrong(outcomes))
 
 
 def accuracy_by_row(tables: Tables) -> tuple[float, dict[str, float]]:
@@ -168,7 +184,7 @@ def _hold(exams: Iterable[Exam], ask: AskModels) -> tuple[Tables, list[dict[str,
     return tables, answers
 
 
-def _record(text: str, question: Question, measures: Mapping[str, float]) -> dict[str, Any]:
+def _record(text: str, question: Question, measures: Mapping[str, bool | float]) -> dict[str, Any]:
     return {
         "question": question.question,
         "documents": len(question.documents),
@@ -178,21 +194,23 @@ def _record(text: str, question: Question, measures: Mapping[str, float]) -> dic
     }
 
 
-def score_answer(text: str, question: Question, extract: str = "lenient") -> dict[str, float]:
+def score_answer(
+    text: str, question: Question, extract: str = "lenient"
+) -> dict[str, bool | float]:
     """Return measures of an answer, each the best over the question's right answers.
 
     Exact match and the words' F1 are among the measures if the question lists all right answers.
     """
     task, references = question.task, question.right
-    scores = {"": max(rules.score(text, answer, task, extract=extract) for answer in references)}
+    is_right = any(rules.score(text, answer, task, extract=extract) == 1 for answer in references)
+    scores: dict[str, bool | float] = {"": is_right}
     # Exact match needs all right answers: a right text that the question does not list would count
     # as wrong.
     if question.answers:
         prediction = rules.extract_answer(text, task, extract) or ""
-        is_exact = any(
+        scores["exact match"] = any(
             rules.same_answer(prediction, answer, task, extract) for answer in references
         )
-        scores["exact match"] = float(is_exact)
         scores["F1"] = max(
             rules.score_answer(prediction, answer, task, "f1", extract) for answer in references
         )
@@ -202,15 +220,15 @@ def score_answer(text: str, question: Question, extract: str = "lenient") -> dic
 def on_questions(
     questions: Sequence[Question],
     make_prompt: Callable[[Question], str],
-    measure: Callable[[str, Question], Mapping[str, float]] = score_answer,
+    measure: Callable[[str, Question], Mapping[str, bool | float]] = score_answer,
     section: str = "responder accuracy (rule)",
     role_exams: Callable[[], Iterable[Exam]] = lambda: (),
 ) -> HeldOut:
     """Make the evaluation of greedy answers to given questions; it records the answers.
 
     Rows are tasks, in the report also numbers of documents if few different numbers occur.
-    `measure` makes measures by name from (answer, question), accuracy first; `role_exams` makes
-    the other roles' exams of the report.
+    `measure` makes measures by name from (answer, question), accuracy first, as in ExamPrompt;
+    `role_exams` makes the other roles' exams of the report.
     """
     lengths = sorted({len(question.documents) for question in questions})
 

@@ -2,11 +2,12 @@
 
 WORKDIR/held_out/before.jsonl and after.jsonl have a line for each answer of an evaluation
 (algorithms/held_out.Evaluated). Two policies are compared question by question: the interval of
-the mean difference comes from a bootstrap over the differences.
+the mean difference is Newcombe's for scores of 0 and 1, else a bootstrap over the differences.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,8 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
     """Estimate the mean of second - first [N]."""
     # Paired: most questions are easy or hard for both policies, so differences vary less than
     # scores, and the interval is narrower than two separate intervals suggest.
+    if intervals.is_binary(first) and intervals.is_binary(second):
+        return intervals.paired_difference(first, second)
     gaps = [float(new - old) for old, new in zip(first, second, strict=True)]
     # A constant seed: the interval of two finished runs never changes.
     return intervals.resample(gaps, (0,))
@@ -104,7 +107,9 @@ def _compare(first_name: str, first: Answers, second_name: str, second: Answers)
             if pairs:
                 old, new = np.mean(pairs, axis=0).tolist()
                 gap = difference(*zip(*pairs, strict=True))
-                interval = f"{gap.low:+.3f} to {gap.high:+.3f}"
+                # Equal differences of scores that are no shares say nothing about their spread.
+                has_width = not math.isclose(gap.low, gap.high, abs_tol=1e-9)
+                interval = f"{gap.low:+.3f} to {gap.high:+.3f}" if has_width else "-"
                 lines.append(
                     (row, measure, f"{old:.3f}", f"{new:.3f}", f"{gap.mean:+.3f}", interval)
                 )

@@ -23,17 +23,15 @@ class Estimate(NamedTuple):
 
 
 def estimate(
-    values: Sequence[float], seed: Sequence[int] = (0,), is_share: bool | None = None
+    values: Sequence[float], seed: Sequence[int] = (0,), is_share: bool = False
 ) -> Estimate:
     """Estimate the mean of one value per question [N]; ValueError without values.
 
     `is_share` says that the values are shares of right answers, in [0, 1]: the interval is
-    Wilson's. By default it is true if every value is 0 or 1. The seed is of the bootstrap.
+    Wilson's. Otherwise it is a bootstrap with this seed.
     """
     if not values:
         raise ValueError("a mean of no values")
-    if is_share is None:
-        is_share = is_binary(values)
     return (
         wilson(math.fsum(values) / len(values), len(values)) if is_share else resample(values, seed)
     )
@@ -57,6 +55,34 @@ def wilson(mean: float, count: int) -> Estimate:
     half = math.sqrt(spread * mean * (1 - mean) + spread * spread / 4) / (1 + spread)
     # The interval holds the mean and stays in [0, 1]; rounding would break both at 0 and 1.
     return Estimate(mean, min(mean, max(0.0, center - half)), max(mean, min(1.0, center + half)))
+
+
+def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
+    """Estimate the mean of second - first [N], values 0 or 1, with Newcombe's interval.
+
+    It is method 10 of Newcombe (1998, Statistics in Medicine 17:2635); N must be above 0.
+    """
+    # As for Wilson's: three questions that all went from wrong to right would have a bootstrap from
+    # 1 to 1. Newcombe's interval is from 0.21 to 1.
+    count, old, new = len(first), math.fsum(first), math.fsum(second)
+    both = math.fsum(a * b for a, b in zip(first, second, strict=True))
+    old_share, new_share = wilson(old / count, count), wilson(new / count, count)
+    # The correlation of the pairs. A positive one makes the interval narrower, so that it is
+    # corrected for continuity.
+    product = both * (count - old - new + both) - (old - both) * (new - both)
+    if product > 0:
+        product = max(product - count / 2, 0.0)
+    scale = math.sqrt(old * (count - old) * new * (count - new))
+    correlation = product / scale if scale else 0.0
+
+    def add(a: float, b: float) -> float:
+        """Return the distance from the mean to an end, from the distances of both shares."""
+        return math.sqrt(a * a - 2 * correlation * a * b + b * b)
+
+    mean = new_share.mean - old_share.mean
+    below = add(new_share.mean - new_share.low, old_share.high - old_share.mean)
+    above = add(new_share.high - new_share.mean, old_share.mean - old_share.low)
+    return Estimate(mean, max(-1.0, mean - below), min(1.0, mean + above))
 
 
 def resample(values: Sequence[float], seed: Sequence[int]) -> Estimate:

@@ -34,7 +34,7 @@ def validate_first(run: Run, params: Params, workdir: epath.Path) -> None:
     """Add the validation before training, as curves begin with it, to evaluation.json."""
     _, numbers = _quick(run, params)
     shares = {name: n.questions for name, n in numbers.items() if isinstance(n, Share)}
-    # How many questions have a number, 0 where the number is no share of them.
+    # The second number counts the questions; 0: the first is no share.
     cells = {f"eval/{name}": [float(n), shares.get(name, 0)] for name, n in numbers.items()}
     _extend_evaluation(workdir, {tables.VALIDATION: cells})
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import pickle
 
 import pytest
 
@@ -44,6 +46,22 @@ def test_scores_of_right_and_wrong_answers():
     score, numbers = evaluation.quick(ScriptedModels(lambda *_: "answer is 7"))
     assert score == 0.25 and numbers["financial_math"] == 0.5 and numbers["general_qa"] == 0
     assert evaluation.quick(ScriptedModels(lambda *_: None))[0] == 0.0  # over the cap
+
+
+def test_the_measure_says_whether_it_is_a_share_not_its_values():
+    """Before training F1 is 0 for every question, and yet no share of right answers."""
+    questions = (Question("general_qa", ("x",), "What?", "red fox", answers=("red fox",)),) * 4
+    intervals_of = []
+    for text in ("none", "answer is red hat"):
+        models = ScriptedModels(lambda *_, text=text: text)
+        _, numbers = make(questions).quick(models)
+        assert isinstance(numbers["all"], Share) and isinstance(numbers["exact match"], Share)
+        assert not isinstance(numbers["F1"], Share)
+        (rows,) = make(questions).full(models).report.values()
+        intervals_of.append(rows["all"])
+    none, half = intervals_of
+    assert none["F1"] == (0.0, 0.0, 0.0) and half["F1"] == (0.5, 0.5, 0.5)  # bootstraps
+    assert none["exact match"] == half["exact match"] == intervals.wilson(0.0, 4)
 
 
 def test_report_has_one_row_per_task_and_number_of_documents():
@@ -102,8 +120,10 @@ def test_file_without_questions_is_rejected(tmp_path):
 
 
 def test_a_share_of_right_answers_knows_its_questions():
-    share, f1 = mean_outcome([True, False, 0.0]), mean_outcome([0.5, 1.0])
-    assert isinstance(share, Share) and share == pytest.approx(1 / 3) and share.questions == 3
-    assert f1 == 0.75 and not isinstance(f1, Share)
+    share, f1 = mean_outcome([True, False, False]), mean_outcome([0.0, 1.0, 0.0])
+    assert isinstance(share, Share) and share == f1 == pytest.approx(1 / 3)
+    assert share.questions == 3 and not isinstance(f1, Share)
+    for copied in (copy.deepcopy(share), pickle.loads(pickle.dumps(share))):
+        assert isinstance(copied, Share) and copied == share and copied.questions == 3
     with pytest.raises(ValueError, match="no outcomes"):
         mean_outcome([])

@@ -43,6 +43,15 @@ def test_interval_is_of_the_differences() -> None:
     assert gap.high - gap.low < 0.5 * 2 * 1.96 * first.std() / 20
 
 
+def test_intervals_of_equal_differences_have_a_width_or_are_not_printed(tmp_path) -> None:
+    folder = write(epath.Path(tmp_path) / "run", [0, 0, 0], [1, 1, 1])
+    (row, *_) = [line for line in paired.table([folder]).splitlines() if "exact match" in line]
+    assert row.endswith("+1.000  +0.206 to +1.000")
+    folder = write(epath.Path(tmp_path) / "other", [0.25, 0.5, 0.75], [0.5, 0.75, 1])
+    (row, *_) = [line for line in paired.table([folder]).splitlines() if "exact match" in line]
+    assert row.split()[-2:] == ["+0.250", "-"]
+
+
 def test_table_compares_before_with_after_and_runs_with_the_first(tmp_path) -> None:
     folder = epath.Path(tmp_path)
     start, end = [0, 1, 0, 1, 0, 1, 0, 1], [1, 1, 1, 1, 0, 1, 0, 1]

@@ -1,4 +1,4 @@
-"""Tests of 95 % intervals: Wilson's for shares, a bootstrap for other means, means of both."""
+"""Tests of 95 % intervals: Wilson's for shares, Newcombe's for pairs of them, a bootstrap."""
 
 import math
 
@@ -28,11 +28,46 @@ def test_wilson_intervals_are_those_of_the_literature(right, count, low, high):
 @pytest.mark.parametrize("count", [1, 3, 1000])
 def test_intervals_of_none_and_all_have_a_width(count):
     """A bootstrap of 3 right answers of 3 is from 1 to 1."""
-    none, every = intervals.estimate([0.0] * count), intervals.estimate([True] * count)
+    none, every = (intervals.estimate([x] * count, is_share=True) for x in (0.0, True))
     assert none.mean == none.low == 0.0 and none.high == pytest.approx(1 - every.low)
     assert every.mean == every.high == 1.0 and every.low == pytest.approx(
         count / (count + 3.8415), abs=1e-4
     )
+
+
+def paired(both: int, lost: int, gained: int, neither: int) -> tuple[list[float], list[float]]:
+    """Make scores of questions from the numbers of right ones, before and after."""
+    pairs = [(1, 1)] * both + [(1, 0)] * lost + [(0, 1)] * gained + [(0, 0)] * neither
+    first, second = zip(*pairs, strict=True)
+    return list(map(float, first)), list(map(float, second))
+
+
+@pytest.mark.parametrize(
+    ("counts", "low", "high"),
+    # Published values: Newcombe (1998, Statistics in Medicine 17:2635), method 10.
+    [
+        ((36, 2, 12, 0), 0.0569, 0.3404),
+        ((20, 2, 12, 16), 0.0562, 0.3292),
+        ((54, 0, 0, 0), -0.0664, 0.0664),
+    ],
+)
+def test_paired_intervals_are_those_of_the_literature(counts, low, high):
+    gap = intervals.paired_difference(*paired(*counts))
+    assert gap.mean == pytest.approx((counts[2] - counts[1]) / sum(counts))
+    assert gap[1:] == pytest.approx((low, high), abs=6e-5)
+    mirrored = intervals.paired_difference(*reversed(paired(*counts)))
+    assert mirrored == pytest.approx((-gap.mean, -gap.high, -gap.low))
+
+
+@pytest.mark.parametrize("count", [1, 3, 1000])
+def test_paired_intervals_of_equal_differences_have_a_width(count):
+    every = intervals.paired_difference([0.0] * count, [1.0] * count)
+    # Two shares at their ends are independent: their distances add up as squares.
+    assert every == pytest.approx(
+        (1.0, 1 - math.sqrt(2) * 3.8415 / (count + 3.8415), 1.0), abs=1e-4
+    )
+    none = intervals.paired_difference([1.0] * count, [1.0] * count)
+    assert none.mean == 0 and none.high == -none.low > 0.003
 
 
 def test_means_of_scores_between_0_and_1_are_resampled():

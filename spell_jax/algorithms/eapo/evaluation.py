@@ -25,18 +25,18 @@ def held_out_evidence(
     return on_questions(questions, make_prompt, measure, "structured answers")
 
 
-def measure_answer(text: str, question: Question, extract: str) -> dict[str, float]:
+def measure_answer(text: str, question: Question, extract: str) -> dict[str, bool | float]:
     """Return an answer's measures, in [0, 1]; precision and recall need Question.evidence."""
     answer = evidence.parse_answer(text)
     # As in training, where an answer of bad format earns nothing (Eq. 2).
-    quoted, accuracy = "", 0.0
+    quoted, is_right = "", False
     if answer is not None:
         quoted = answer.evidence
         answer_text = evidence.with_answer_phrase(answer.answer, question.task, extract)
-        accuracy = rules.score(answer_text, question.answer, question.task, extract=extract)
-    measures = {
-        "accuracy": accuracy,
-        "well_formed": float(answer is not None),
+        is_right = rules.score(answer_text, question.answer, question.task, extract=extract) == 1
+    measures: dict[str, bool | float] = {
+        "accuracy": is_right,
+        "well_formed": answer is not None,
         "verbatim": evidence.verbatim_share(quoted, evidence.searchable(question.documents)),
     }
     if question.evidence:

@@ -11,9 +11,16 @@ import functools
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext
-from spell_jax.algorithms.held_out import Exam, ExamPrompt, HeldOut, Report, Tables, mean_outcome
+from spell_jax.algorithms.held_out import (
+    Exam,
+    ExamPrompt,
+    HeldOut,
+    Report,
+    Tables,
+    estimate_outcome,
+    mean_outcome,
+)
 from spell_jax.algorithms.reconstruction.algorithm import REWARDS, ReconstructionConfig, pose
-from spell_jax.runtime import intervals
 from spell_jax.runtime.intervals import Estimate
 from spell_jax.selfplay import puzzles
 from spell_jax.selfplay.puzzles import PromptedPuzzle
@@ -46,17 +53,17 @@ def held_out_puzzles(config: ReconstructionConfig, context: AlgorithmContext) ->
     return HeldOut(make_exams, _report, _summarize)
 
 
-def _measure(truth: tuple[str, ...], text: str) -> dict[str, float]:
+def _measure(truth: tuple[str, ...], text: str) -> dict[str, bool | float]:
     order = puzzles.parse_order(text, len(truth))
-    rewards = [reward(order, truth) for reward in REWARDS.values()]
-    return dict(zip(MEASURES, (float(order.is_permutation), *rewards), strict=True))
+    dense, sparse = (REWARDS[name](order, truth) for name in ("dense", "sparse"))
+    return dict(zip(MEASURES, (order.is_permutation, dense, sparse == 1), strict=True))
 
 
 def _report(tables: Tables) -> Report:
     """Report the means of all measures and of a guess's rewards, by K and over all puzzles."""
     outcomes = tables[SECTION]
     table = {
-        name: {column: intervals.estimate(measures[name]) for column, measures in outcomes.items()}
+        name: {column: estimate_outcome(measures[name]) for column, measures in outcomes.items()}
         for name in MEASURES
     }
     for place, name in enumerate(MEASURES[1:]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spell_jax.algorithms.eapo.evaluation import held_out_evidence
+from spell_jax.algorithms.held_out import Share
 from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.data.questions import Question
 from spell_jax.selfplay.evidence import StructuredAnswer, write_answer
@@ -61,3 +62,5 @@ def test_report_has_one_row_per_task() -> None:
 def test_overlong_prompt_counts_as_malformed_answer() -> None:
     score, numbers = held_out_evidence(PROMPTS, QUESTIONS).quick(ScriptedModels(lambda *_: None))
     assert score == 0 and set(numbers.values()) == {0.0}
+    shares = {name for name, number in numbers.items() if isinstance(number, Share)}
+    assert shares == {"all", QA, MATH, "well_formed"}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from spell_jax.algorithms.held_out import HeldOut
+from spell_jax.algorithms.held_out import HeldOut, Share
 from spell_jax.algorithms.reconstruction.evaluation import held_out_puzzles
 from spell_jax.algorithms.registry import ALGORITHMS
 from spell_jax.data.config import DataConfig
@@ -53,6 +53,8 @@ def test_policy_without_answers_scores_zero():
     for write in (silent, lambda *_: None):  # None: over the cap
         score, numbers = make().quick(ScriptedModels(write))
         assert score == 0 and set(numbers.values()) == {0.0}
+        shares = {name for name, number in numbers.items() if isinstance(number, Share)}
+        assert shares == {name for name in numbers if not name.startswith("dense")}
 
 
 def test_validation_score_is_the_mean_dense_reward():
