@@ -131,7 +131,7 @@ def six_digits(value: float) -> float:
 def before_after_table(before: Table, after: Table) -> str:
     """Format two tables as aligned text, a cell per line; "-" for a cell that one side lacks.
 
-    A cell is a mean with its 95 % interval.
+    A cell is a mean with its 95 % interval, or the mean alone of values that are all equal.
     """
     sections = []
     for table in compare_tables([[0]], [(before, after)]):
@@ -149,7 +149,8 @@ def _format_cell(cell: Sequence[float] | None) -> str:
     if cell is None:
         return "-"
     mean, low, high, _ = cell
-    return f"{mean:.3f} ({low:.3f} to {high:.3f})"
+    # Equal values say nothing about their spread, and a guess's expectation has none.
+    return f"{mean:.3f}" + (f" ({low:.3f} to {high:.3f})" if low < high else "")
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -65,11 +65,12 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estima
     # As for Wilson's: three questions that all went from wrong to right would have a bootstrap from
     # 1 to 1. Newcombe's interval is from 0.21 to 1.
     count, old, new = len(first), math.fsum(first), math.fsum(second)
-    both = math.fsum(a * b for a, b in zip(first, second, strict=True))
+    right_twice = math.fsum(a * b for a, b in zip(first, second, strict=True))
     old_share, new_share = wilson(old / count, count), wilson(new / count, count)
     # The correlation of the pairs. A positive one makes the interval narrower, so that it is
     # corrected for continuity.
-    product = both * (count - old - new + both) - (old - both) * (new - both)
+    product = right_twice * (count - old - new + right_twice)
+    product -= (old - right_twice) * (new - right_twice)
     if product > 0:
         product = max(product - count / 2, 0.0)
     scale = math.sqrt(old * (count - old) * new * (count - new))

@@ -121,6 +121,12 @@ def test_before_after_table_is_aligned():
     ]
 
 
+def test_means_of_equal_values_have_no_interval_in_the_table():
+    before, after = ({"task": {"all": {"F1": cell}}} for cell in ([0.0] * 3, [0.5, 0.25, 0.75]))
+    (_, _, line) = before_after_table(before, after).splitlines()
+    assert " ".join(line.split()) == "all F1 0.000 -> 0.500 (0.250 to 0.750) +0.500"
+
+
 def report(workdir) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "spell_jax.report", f"--workdir={workdir}"]
     return subprocess.run(command, capture_output=True, text=True)

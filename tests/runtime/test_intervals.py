@@ -35,9 +35,9 @@ def test_intervals_of_none_and_all_have_a_width(count):
     )
 
 
-def paired(both: int, lost: int, gained: int, neither: int) -> tuple[list[float], list[float]]:
+def paired(right: int, lost: int, gained: int, wrong: int) -> tuple[list[float], list[float]]:
     """Make scores of questions from the numbers of right ones, before and after."""
-    pairs = [(1, 1)] * both + [(1, 0)] * lost + [(0, 1)] * gained + [(0, 0)] * neither
+    pairs = [(1, 1)] * right + [(1, 0)] * lost + [(0, 1)] * gained + [(0, 0)] * wrong
     first, second = zip(*pairs, strict=True)
     return list(map(float, first)), list(map(float, second))
 

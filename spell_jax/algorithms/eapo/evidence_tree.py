@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from spell_jax.evaluation import generation
 from spell_jax.policy import choices
 from spell_jax.policy.embedder import Embedder
 from spell_jax.rollout import flags
-from spell_jax.rollout.repliers import PolicyReplier, Replier, make_replier
+from spell_jax.rollout.repliers import PolicyReplier, make_replier
 from spell_jax.rollout.replies import Prompt
 from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import entry
@@ -54,6 +54,8 @@ Record = dict[str, Any]
 Embed = Callable[[Sequence[str]], np.ndarray]
 # Prompts [B] -> scores from 0 to 1; None where there is none.
 Rerank = Callable[[Sequence[str]], Sequence[float | None]]
+# Prompts -> (index of a prompt, reply) in order of arrival; a reply of None is a failure.
+AskJudge = Callable[[Sequence[str]], Iterable[tuple[int, str | None]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +155,7 @@ class EvidenceTree:
     config: TreeConfig
     prompts: Prompts
     sampling: Record
-    judge: Replier | None = None
+    judge: AskJudge | None = None
     embed: Embed | None = None
     rerank: Rerank | None = None
 
@@ -455,7 +457,7 @@ def run(flag_values: Any) -> None:
     generation.write_answers(flag_values, lines)
 
 
-def _make_judge(flag_values: Any, policy: TextModel) -> Replier:
+def _make_judge(flag_values: Any, policy: TextModel) -> AskJudge:
     """Make the judge of branches: an endpoint, another policy, or `policy` itself by default."""
     cap = flag_values.judge_max_tokens
     if not flags.check_model(flag_values, "judge"):

@@ -107,13 +107,11 @@ def grow(records=None, seed: int = 0, judge=None, embed=None, rerank=None, **con
 class Judge:
     """Judge that replies by a word of the prompt."""
 
-    last_failure = ""
-
     def __init__(self, replies: Mapping[str, str | None]):
         self.replies = replies
         self.asked: list[str] = []
 
-    def __call__(self, texts: Sequence[str], numbers=()):
+    def __call__(self, texts: Sequence[str]):
         self.asked += texts
         for index, text in reversed(list(enumerate(texts))):
             yield index, next(r for word, r in self.replies.items() if word in text)
