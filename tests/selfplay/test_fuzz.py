@@ -82,7 +82,8 @@ NO_READERS = {
     *("rollout.judge", "rollout.replies", "rollout.text_model", "rollout.worker", "rollout.flags"),
     *("algorithms.base", "algorithms.registry", "algorithms.algorithm"),
     *("algorithms.dry", "rollout.repliers"),  # they write texts, and ask models
-    *("held_out.mean_outcome", "held_out.to_report", "held_out.accuracy_by_row"),
+    *("held_out.mean_outcome", "held_out.estimate_outcome", "held_out.to_report"),
+    "held_out.accuracy_by_row",
     *(
         "algorithms.annotations",
         "algorithms.answering",

@@ -161,22 +161,8 @@ class VerifiedConfig(QuestionsConfig):
                 f"sampler.max_tokens = {sampler.max_tokens}"
             )
         if self.reward:
-            yield from self._reward_conflicts()
+            yield from self.responder.reward_conflicts(own_reward.FIELD)
         yield from super().conflicts(sampler, loss)
-
-    def _reward_conflicts(self) -> Iterator[str]:
-        """Yield a message for each field of `responder` that a function makes ineffective."""
-        responder, field = self.responder, own_reward.FIELD
-        if responder.reward not in ("max", "rule"):
-            yield (
-                f"algorithm.responder.reward = {responder.reward!r}: must be 'max' (a verifier "
-                f"votes) or 'rule' (none votes) with {field}, which combines rule and votes itself"
-            )
-        if responder.document_share:
-            yield (
-                f"algorithm.responder.document_share = {responder.document_share}: must be 0 with "
-                f"{field}, which rewards the whole answer"
-            )
 
     @property
     def reward_bounds(self) -> tuple[float, float]:

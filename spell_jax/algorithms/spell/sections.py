@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spell_jax.runtime.config import MOVED_FIELDS, check_choice, check_least
@@ -209,6 +209,19 @@ class ResponderConfig:
     def as_read(self, documents: Sequence[str]) -> Sequence[str]:
         """Return the documents for prompts of answers, numbered if an answer shall name one."""
         return evidence.number_documents(documents) if self.names_documents else documents
+
+    def reward_conflicts(self, field: str) -> Iterator[str]:
+        """Yield a message for each field that the user's function, named by `field`, replaces."""
+        if self.reward not in ("max", "rule"):
+            yield (
+                f"algorithm.responder.reward = {self.reward!r}: must be 'max' (a verifier votes) "
+                f"or 'rule' (none votes) with {field}, which combines rule and votes itself"
+            )
+        if self.document_share:
+            yield (
+                f"algorithm.responder.document_share = {self.document_share}: must be 0 with "
+                f"{field}, which rewards the whole answer"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
