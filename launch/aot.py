@@ -59,7 +59,7 @@ from spell_jax.policy.model import (
     find_folder,
     is_available,
     known_shape,
-    maker_hint,
+    missing_folder_hint,
     shape_policy,
 )
 from spell_jax.runtime import entry
@@ -130,7 +130,7 @@ def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig
         if policy is None:
             raise FileNotFoundError(
                 f"policy.folder = {folder!r}: no such folder; name a Hugging Face config.json by "
-                f"--policy, no weights are needed{maker_hint(folder)}"
+                f"--policy, no weights are needed{missing_folder_hint(folder)}"
             )
     policy = shape_policy(config.policy, policy).with_layers(layers or policy.layers)
     # Without the tokenizer, some row of the embedding counts as padding, as in most public models:

@@ -58,7 +58,7 @@ from spell_jax.policy.model import (
     find_folder,
     is_available,
     known_shape,
-    maker_hint,
+    missing_folder_hint,
     read_model,
     shape_policy,
 )
@@ -254,7 +254,7 @@ def _find_here(checked: Checked, name: str) -> pathlib.Path | None:
     checked.missing.append(
         f"{field} = {folder!r}: not on this machine, so that its weights and tokenizer are not "
         f"checked; must be a copy of {pathlib.PurePath(folder).name}'s Hugging Face folder"
-        f"{maker_hint(folder)}"
+        f"{missing_folder_hint(folder)}"
     )
     return None
 

@@ -11,8 +11,9 @@
    an error, nothing. Adapters are merged into their base; --adapters writes them alone, in PEFT's
    format.
 4. --push writes the same files to a model of the Hugging Face Hub, in one commit. A new model is
-   private. In an existing one, files of the old weights are replaced, and all other files stay. The
-   token is huggingface_hub's (hf auth login, or HF_TOKEN).
+   private. In an existing one, the files of the old policy (weights, configs, tokenizer) are
+   replaced, by --adapters only those of the old adapters, and all other files stay. The token is
+   huggingface_hub's (hf auth login, or HF_TOKEN).
 
 FILE is a model of llama.cpp (architectures llama, qwen2, qwen3, gemma3). Its weights are
 dequantized, to float32 unless --dtype says otherwise; its tokenizer and chat template go along.

@@ -102,10 +102,10 @@ def find_folder(
         raise ValueError(f"{field} = '': must be {_FOLDERS}")
     if folder == gguf_convert.SMOLLM2:
         return gguf_convert.smollm2_folder()
-    path = TINY_POLICY if folder == "tiny" else remote.fetch(folder, with_weights)
+    path = TINY_POLICY if folder == "tiny" else remote.fetch(folder, with_weights=with_weights)
     if not path.is_dir():
         raise FileNotFoundError(
-            f"{field} = {folder!r}: no such folder; must be {_FOLDERS}{maker_hint(folder)}"
+            f"{field} = {folder!r}: no such folder; must be {_FOLDERS}{missing_folder_hint(folder)}"
         )
     return path
 
@@ -118,7 +118,7 @@ def is_available(folder: str) -> bool:
     return pathlib.Path(paths.expand_home(folder)).is_dir()
 
 
-def maker_hint(folder: str) -> str:
+def missing_folder_hint(folder: str) -> str:
     """Return a hint at what a folder that is not there may mean; "" if there is none.
 
     OWNER/NAME is a model of the Hub. RUN/policy is made by a command, which is named if RUN ships

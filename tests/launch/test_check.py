@@ -783,7 +783,7 @@ def test_model_of_the_hub_is_checked_without_its_weights(monkeypatch, tmp_path) 
         assert hub.reads and "own/tiny/model.safetensors" not in hub.reads
         hub.reads.clear()
         config = small(**{"policy.folder": "hf://own/tiny@main"})
-        remote.fetch.cache_clear()
+        remote.cached_copy.cache_clear()
         shutil.rmtree(tmp_path / "cache")
         assert aot.read_policy(config).layers == checked.policy.layers
         assert set(hub.reads) == {"own/tiny/config.json"}

@@ -213,7 +213,7 @@ def inputs(policy, tmp_path, monkeypatch) -> list[str]:
     for name in names(folder):
         (paths.open_folder(url) / name).write_bytes((folder / name).read_bytes())
     monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path / "cache"))
-    remote_files.fetch.cache_clear()
+    remote_files.cached_copy.cache_clear()
     return [str(folder), url]
 
 

@@ -31,9 +31,18 @@ FORM = "hf://OWNER/NAME[@REVISION][/PATH]"
 # consolidated.safetensors) are as large again, and not read.
 _SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
 _WEIGHT_FILES = ("model*.safetensors", "adapter_model.safetensors")
+# Files that weights.save, lora.save or Tokenizer.save may have written. One that is left of an
+# earlier policy would be read as a part of the new policy.
+POLICY_FILES = (
+    *(*_WEIGHT_FILES, "model.safetensors.index.json", "adapter_config.json"),
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("tokenizer.model", "tokenization_sentencepiece_bpe.py", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+)
 # Pull requests have revisions with slashes.
 _URL = re.compile(
-    r"hf://(?P<name>[^/@\s]+/[^/@\s]+)(?:@(?P<revision>refs/pr/\d+|[^/@\s]+))?(?:/(?P<path>.+))?"
+    r"hf://(?P<name>[^/@\s]+/[^/@\s]+)(?:@(?P<revision>refs/pr/\d+|[^/@\s]+))?"
+    r"(?:/(?P<path>.*[^/]))?/*"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Not models: fsspec reads them, with huggingface_hub.
@@ -59,11 +68,11 @@ class Repository:
 
     @classmethod
     def parse(cls, url: str) -> Repository:
-        """Parse a URL; ValueError if it has another form."""
+        """Parse a URL, without slashes at its end; ValueError if it has another form."""
         match = _URL.fullmatch(url)
         if not match:
             raise ValueError(f"{url}: must be {FORM}")
-        return cls(url, match["name"], match["revision"] or "", match["path"] or "")
+        return cls(url.rstrip("/"), match["name"], match["revision"] or "", match["path"] or "")
 
     @property
     def is_pinned(self) -> bool:
@@ -85,7 +94,7 @@ def is_model(url: str) -> bool:
     return url.startswith("hf://") and not url.startswith(_DATA)
 
 
-def fetch(url: str, with_weights: bool = True) -> pathlib.Path:
+def fetch(url: str, *, with_weights: bool = True) -> pathlib.Path:
     """Return the local path of a repository, or of a file or folder in it, downloaded if needed.
 
     Only files of a model in the folder itself are downloaded, none in folders below it; weights
@@ -136,17 +145,13 @@ def pin(url: str) -> str:
     """Return a repository's URL with the commit that its revision names now; errors as `fetch`."""
     repository = Repository.parse(url)
     if repository.is_pinned:
-        return url
+        return repository.url
     # The name of a snapshot is its commit, which the cache also knows without a network.
-    revision = f"@{repository.revision}" if repository.revision else ""
-    config = fetch(f"hf://{repository.name}{revision}/{_join(repository.path, 'config.json')}")
+    place = fetch(repository.url, with_weights=False)
     depth = len(pathlib.PurePosixPath(repository.path).parts)
-    commit = config.parents[depth].name
-    return f"hf://{repository.name}@{_join(commit, repository.path)}"
-
-
-def _join(*parts: str) -> str:
-    return "/".join(filter(None, parts))
+    commit = place.parents[depth - 1].name if depth else place.name
+    path = f"/{repository.path}" if repository.path else ""
+    return f"hf://{repository.name}@{commit}{path}"
 
 
 def check_target(url: str) -> None:
@@ -164,8 +169,9 @@ def check_target(url: str) -> None:
 def push(folder: str | os.PathLike[str], url: str) -> str:
     """Write a local folder to a repository in one commit; return the commit's URL.
 
-    A new repository is private. Files of a model that an existing repository has and the folder
-    lacks, such as shards of older weights, are deleted in the same commit; all other files stay.
+    A new repository is private. If the folder holds a model, POLICY_FILES that it lacks and an
+    existing repository has, such as shards of older weights, are deleted in the same commit. All
+    other files stay, and if the folder holds adapters alone, all files but the adapters stay.
     SaveError if the Hub refuses or cannot be reached: no file of the repository has changed then.
     """
     repository = Repository.parse(url)
@@ -175,7 +181,8 @@ def push(folder: str | os.PathLike[str], url: str) -> str:
         api.create_repo(repository.name, private=True, exist_ok=True)
         # Names instead of patterns, which would match files in folders below as well.
         present = [name for name in api.list_repo_files(repository.name) if "/" not in name]
-        patterns = _SMALL_FILES + _WEIGHT_FILES
+        # Adapters may be pushed beside the weights of their base.
+        patterns = POLICY_FILES if (pathlib.Path(folder) / "config.json").is_file() else ()
         commit = api.upload_folder(
             repo_id=repository.name,
             folder_path=folder,

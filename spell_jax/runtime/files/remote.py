@@ -79,23 +79,30 @@ def file_version(info: Mapping[str, Any]) -> str:
     return str(next((info[key] for key in VERSIONS if info.get(key)), ""))
 
 
-@functools.cache
-def fetch(url: str | os.PathLike[str], with_weights: bool = True) -> pathlib.Path:
+def fetch(url: str | os.PathLike[str], *, with_weights: bool = True) -> pathlib.Path:
     """Return a local path, with ~ expanded; fetch a URL into the cache, and return the path there.
 
     A folder is fetched without its .safetensors files unless `with_weights`. A process looks at a
-    URL once and keeps the version of that moment. Every host fetches for itself; processes of one
-    machine share the cache (paths.cache_folder). FetchError if the URL cannot be read or the cache
-    cannot be written, ValueError if the URL has a password or a key, or if no bucket can be
-    reached, ImportError if a package for the protocol is missing.
+    URL at most twice, once with and once without weights, and keeps the versions of these moments.
+    Every host fetches for itself; processes of one machine share the cache (paths.cache_folder).
+    FetchError if the URL cannot be read or the cache cannot be written, ValueError if the URL has a
+    password or a key, or if no bucket can be reached, ImportError if a package for the protocol is
+    missing.
     """
     if not paths.is_remote(url):
         return pathlib.Path(paths.expand_home(url))
-    url = os.fspath(url).rstrip("/")
+    return cached_copy(os.fspath(url).rstrip("/"), with_weights)
+
+
+# functools.cache tells a default from the same value written out, and a keyword from a position:
+# `fetch` alone calls this function, always with two positions.
+@functools.cache
+def cached_copy(url: str, with_weights: bool) -> pathlib.Path:
+    """Fetch a URL without a slash at its end, as `fetch`; remember the path for later calls."""
     # Logs and errors name the URL.
     urls.check_secret("URL", url)
     if hub.is_model(url):
-        return hub.fetch(url, with_weights)
+        return hub.fetch(url, with_weights=with_weights)
     paths.prepare(url)
     place = paths.cache_folder() / "fetched" / _digest(url)
     try:

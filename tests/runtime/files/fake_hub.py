@@ -184,7 +184,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) -> Iterator[Fa
         point_to(monkeypatch, f"http://127.0.0.1:{server.server_port}", cache)
         yield hub
     finally:
-        remote.fetch.cache_clear()
+        remote.cached_copy.cache_clear()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -199,4 +199,4 @@ def point_to(monkeypatch: pytest.MonkeyPatch, endpoint: str, cache: pathlib.Path
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache / "no token"))
     monkeypatch.setattr(hf_api.api, "endpoint", endpoint)
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    remote.fetch.cache_clear()
+    remote.cached_copy.cache_clear()

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import huggingface_hub
 import pytest
 
-from spell_jax.policy import tokenizer, weights
+from spell_jax.policy import lora, tokenizer, weights
+from spell_jax.policy.formats import hf_tokenizer, safetensors
 from spell_jax.policy.model import TINY_POLICY, find_folder
 from spell_jax.runtime import entry
 from spell_jax.runtime.files import hub, remote
@@ -43,7 +44,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[Fa
 
 def fetch_again(url: str = URL) -> pathlib.Path:
     """Fetch as a new process would."""
-    remote.fetch.cache_clear()
+    remote.cached_copy.cache_clear()
     return remote.fetch(url)
 
 
@@ -88,6 +89,21 @@ def test_branch_moves_and_commit_stays(fake):
     fake.commit("own/two", {"small/config.json": b"{}"})
     pinned = f"hf://own/two@{fake.branches['own/two']['main']}/small"
     assert hub.pin("hf://own/two/small") == pinned
+
+
+def test_repository_of_a_tokenizer_alone_is_pinned(fake):
+    files = {"tokenizer.json": b"{}", "small/tokenizer.json": b"{}"}
+    commit = fake.commit("own/words", files)
+    assert hub.pin("hf://own/words") == f"hf://own/words@{commit}"
+    for path in ("small", "small/tokenizer.json"):
+        assert hub.pin(f"hf://own/words@main/{path}") == f"hf://own/words@{commit}/{path}"
+
+
+@pytest.mark.parametrize("url", [URL, f"{URL}@v2", f"{URL}/small", f"{URL}@refs/pr/1/a/b.json"])
+def test_slashes_at_the_end_of_a_url_mean_nothing(fake, url):
+    assert hub.Repository.parse(f"{url}/") == hub.Repository.parse(f"{url}//")
+    assert hub.Repository.parse(f"{url}/") == hub.Repository.parse(url)
+    assert hub.pin(f"{URL}/") == hub.pin(URL)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +199,30 @@ def test_push_replaces_the_policy_in_one_private_commit(fake, monkeypatch, tmp_p
     assert fake.head("own/old") == OTHERS | FILES
     assert len(fake.commits["own/old"]) == 2 and "own/old" not in fake.private
     assert contents(fetch_again("hf://own/old")) == FILES
+
+
+def test_push_deletes_no_files_of_others(fake, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
+    notes = dict.fromkeys(("results.json", "trainer_state.json", "notes.jinja"), b"{}")
+    old_adapters = dict.fromkeys(("adapter_config.json", "adapter_model.safetensors"), b"old")
+    fake.commit("own/old", notes | old_adapters | {"vocab.json": b"old"})
+    hub.push(TINY_POLICY, "hf://own/old")
+    assert fake.head("own/old") == notes | FILES
+
+    new_adapters = dict.fromkeys(old_adapters, b"new")
+    (tmp_path / "adapters").mkdir()
+    for name, content in new_adapters.items():
+        (tmp_path / "adapters" / name).write_bytes(content)
+    fake.commit("own/old", notes | FILES | old_adapters)
+    hub.push(tmp_path / "adapters", "hf://own/old")
+    assert fake.head("own/old") == notes | FILES | new_adapters
+
+
+def test_all_files_that_a_tokenizer_or_the_weights_are_saved_in_are_replaced(tmp_path):
+    tokenizer.load(TINY_POLICY).save(tmp_path)
+    names = {path.name for path in tmp_path.iterdir()} | {*hf_tokenizer.HF_FILES}
+    names |= {safetensors.INDEX, weights.CONFIG_FILE, lora.CONFIG_FILE, lora.WEIGHTS_FILE}
+    assert names <= {*hub.POLICY_FILES}
 
 
 def test_refused_push_changes_nothing_and_names_the_remedy(fake, monkeypatch):

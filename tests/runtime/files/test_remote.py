@@ -74,14 +74,14 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[
     fake_bucket = Bucket(monkeypatch)
     for name, content in FILES.items():
         fake_bucket.write(name, content)
-    remote.fetch.cache_clear()
+    remote.cached_copy.cache_clear()
     yield fake_bucket
-    remote.fetch.cache_clear()
+    remote.cached_copy.cache_clear()
 
 
 def fetch_again(url: str = URL) -> pathlib.Path:
     """Fetch as a new process would: with an empty cache."""
-    remote.fetch.cache_clear()
+    remote.cached_copy.cache_clear()
     return remote.fetch(url)
 
 
@@ -105,6 +105,21 @@ def test_file_and_folder_are_fetched_once(bucket):
     file = remote.fetch(f"{URL}/deep/b.txt")
     assert file.name == "b.txt" and file.read_bytes() == FILES["deep/b.txt"]
     assert bucket.reads == {"a.txt": 1, "deep/b.txt": 2}
+
+
+def test_a_process_looks_at_a_url_once_with_and_once_without_weights(bucket):
+    bucket.write("model.safetensors", b"weights")
+    fetches = {
+        True: [{}, {"with_weights": True}],
+        False: [{"with_weights": False}, {"with_weights": False}],
+    }
+    for with_weights, keywords in fetches.items():
+        first = remote.fetch(URL, **keywords[0])
+        assert (first / "model.safetensors").exists() == with_weights
+        bucket.write("a.txt", f"new {with_weights}".encode())
+        for url in (URL, f"{URL}/"):
+            assert remote.fetch(url, **keywords[1]) == first
+    assert remote.cached_copy.cache_info().misses == 2
 
 
 def test_only_changed_files_are_read_again(bucket):
@@ -294,7 +309,7 @@ def test_processes_that_fetch_together_read_once(bucket):
 
     def fetch(_) -> pathlib.Path:
         start.wait()
-        return remote.fetch.__wrapped__(URL)  # a lock of its own, as in another process
+        return remote.cached_copy.__wrapped__(URL, True)  # a lock of its own, as in another process
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         (folder,) = set(pool.map(fetch, range(4)))
