@@ -106,12 +106,14 @@ def save(
     params: Any,
     base: str = "",
     base_type: str = "",
+    revision: str = "",
 ) -> None:
     """Write the adapters as PEFT's adapter_model.safetensors and adapter_config.json.
 
     With several hosts, every process must call this; process 0 writes. An existing folder is
     replaced, see safetensors.replacing. Other parameters are ignored. `base` names the base model
-    for users of the adapters, `base_type` is the model type in its config.json.
+    for users of the adapters: a folder, or OWNER/NAME of the Hub at `revision` ("": its main
+    branch). `base_type` is the model type in its config.json.
     """
     assert config.lora is not None
     adapters, _ = split(config, params)
@@ -136,6 +138,7 @@ def save(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
+        "revision": revision or None,
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
         "lora_dropout": 0.0,

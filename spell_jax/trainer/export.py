@@ -17,7 +17,7 @@ from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, ConfigError
-from spell_jax.runtime.files import paths
+from spell_jax.runtime.files import hub, paths
 from spell_jax.runtime.files.jsonl import read_json
 from spell_jax.runtime.files.paths import CONFIG_FILE
 from spell_jax.trainer import supervised
@@ -69,10 +69,7 @@ def export(
     entry.setup_done()
     if adapters:
         assert folder is not None
-        # PEFT's config names the base of the adapters; a URL stays as the run's config has it.
-        base = config.policy.folder
-        if not paths.is_remote(base):
-            base = str(folder)
+        base, revision = _name_base(config.policy.folder, folder)
         base_type = read_json(folder / CONFIG_FILE)["model_type"]
         if policy.has_int8_base:
             log.info(
@@ -80,10 +77,24 @@ def export(
                 "logits differ (docs/models.md, An int8 base); without --adapters they do not",
                 base,
             )
-        lora.save(out, policy, params, base, base_type)
+        lora.save(out, policy, params, base, base_type, revision)
     else:
         weights.save(out, policy, params, tokenizer, dtype)
     return step
+
+
+def _name_base(base: str, folder: pathlib.Path) -> tuple[str, str]:
+    """Return the base of adapters as PEFT's config names it: (name or path, revision).
+
+    `base` is policy.folder of the run's config, `folder` its local path. The name of a model of the
+    Hub is OWNER/NAME. All other URLs stay, and so does that of a folder in a repository, for which
+    PEFT's config has no field.
+    """
+    if not paths.is_remote(base):
+        return str(folder), ""
+    if hub.is_model(base) and not (repository := hub.Repository.parse(base)).path:
+        return repository.name, repository.revision
+    return base, ""
 
 
 def check_new(out: epath.Path) -> None:

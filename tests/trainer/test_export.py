@@ -12,16 +12,19 @@ import sys
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
+from etils import epath
 
 from spell_jax import export as export_command
-from spell_jax.policy import int8, lora, weights
+from spell_jax.policy import int8, lora, transformer, weights
 from spell_jax.policy.config import LoraConfig
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.files.checkpoint import DamagedError
+from spell_jax.trainer import export as export_body
 from spell_jax.trainer import loop
 from spell_jax.trainer.export import export
 from tests import noise
@@ -152,6 +155,34 @@ def test_only_adapters_are_trained_saved_and_exported(policy, adapted, tmp_path)
     assert written == {"adapter_config.json", "adapter_model.safetensors"}
     description = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert description["base_model_name_or_path"] == str(policy)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "revision"),
+    [
+        ("hf://own/tiny@COMMIT", "own/tiny", "COMMIT"),
+        ("hf://own/tiny", "own/tiny", None),
+        ("hf://own/tiny@COMMIT/small", "hf://own/tiny@COMMIT/small", None),
+        ("tiny", str(TINY_POLICY), None),
+    ],
+)
+def test_adapters_name_their_base_as_peft_reads_it(folder, name, revision, monkeypatch, tmp_path):
+    def read_weights(workdir, policy, mesh, step):
+        shapes, _ = transformer.abstract_params(policy)
+        return 1, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    monkeypatch.setattr(export_body, "read_weights", read_weights)
+    with fake_hub.serving(monkeypatch, tmp_path / "cache") as hub:
+        files = {path.name: path.read_bytes() for path in TINY_POLICY.iterdir()}
+        small = {f"small/{path}": content for path, content in files.items()}
+        commit = hub.commit("own/tiny", files | small)
+        folder, name = folder.replace("COMMIT", commit), name.replace("COMMIT", commit)
+        config = noise.small_config(folder, **{"policy.lora_rank": 2})
+        (tmp_path / "config.json").write_text(config.to_json_best_effort())
+        assert export(epath.Path(tmp_path), epath.Path(tmp_path / "out"), adapters=True) == 1
+    description = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert description["base_model_name_or_path"] == name
+    assert description["revision"] == (revision and commit)
 
 
 @pytest.mark.slow
