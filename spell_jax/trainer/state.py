@@ -17,7 +17,13 @@ from typing import Any
 import jax
 from etils import epath
 
-from spell_jax.config import RunConfig, check_resumed, find_checkpoint, to_dict
+from spell_jax.config import (
+    RunConfig,
+    check_resumed,
+    find_checkpoint,
+    model_sections,
+    to_dict,
+)
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
 from spell_jax.policy import lora, transformer, weights
@@ -32,11 +38,16 @@ from spell_jax.trainer.build import Model, Run
 
 log = logging.getLogger(__name__)
 
-# Last parts of the fields that decide which tensors a checkpoint has, and their shapes.
-_SHAPING = (
-    *("name", "folder", "lora_rank", "lora_pattern", "base_dtype", "source", "objective"),
-    *("kl_weight", "distillation_weight", "old_logprobs", "tokenizer", "vocab_size", "width"),
-    *("layers", "heads", "kv_heads", "head_size", "feed_forward"),
+# Fields that decide which tensors a checkpoint has, and their shapes. Those of a model's section:
+_FOLDERS = ("folder", "tokenizer")
+_SHAPES = (
+    *("lora_rank", "lora_pattern", "base_dtype", "vocab_size", "width", "layers", "heads"),
+    *("kv_heads", "head_size", "feed_forward"),
+)
+# All others: which models and optimizers there are.
+_MODELS = (
+    *("algorithm.name", "algorithm.reader.source", "optimizer.name", "loss.objective"),
+    *("loss.kl_weight", "loss.distillation_weight", "loss.old_logprobs"),
 )
 # Weights in the compute dtype by model name, as a rollout looks them up (RolloutWorker.start_step).
 Params = Mapping[str, transformer.Params]
@@ -147,22 +158,41 @@ def restore_or_init(run: Run, checkpoints: Checkpoints) -> tuple[States, int, Ho
 
 
 @contextlib.contextmanager
-def naming_changes(fields: Mapping[str, Any], workdir: epath.Path) -> Iterator[None]:
+def naming_changes(
+    fields: Mapping[str, Any], workdir: epath.Path, resumes: bool = True
+) -> Iterator[None]:
     """Name the fields of the config that make a checkpoint of `workdir` unfit, in a MisfitError.
 
-    `fields` are the config as JSON values. Without such a field the error names tensors alone.
+    `fields` are the config as JSON values. A run that `resumes` reads all models of its workdir.
+    Otherwise only the policy is read, from another run, which may have begun with another folder:
+    folders are then named only if no other field differs. The first tensor that differs follows.
+    Without such a field the error names tensors alone.
     """
     try:
         yield
     except MisfitError as error:
         lines = changes(fields, setup.saved_config(workdir))
-        lines = [line for line in lines if line.split(" = ")[0].rpartition(".")[2] in _SHAPING]
+        models = model_sections(fields) if resumes else ["policy"]
+        shapes = [f"{model}.{field}" for model in models for field in _SHAPES]
+        folders = [f"{model}.{field}" for model in models for field in _FOLDERS]
+        if resumes:
+            optimizers = [f"{model}.optimizer.name" for model in models]
+            lines = _of_fields(lines, (*shapes, *folders, *_MODELS, *optimizers))
+        else:
+            lines = _of_fields(lines, shapes) or _of_fields(lines, folders)
         if not lines:
             raise
         raise MisfitError(
             f"{'; '.join(lines)} in the run of {workdir}, so its checkpoints do not fit; must be "
-            "the same, or begin a new run in another workdir, without init_from"
+            "the same, or begin a new run in another workdir, without init_from "
+            f"({error.first})",
+            error.first,
         ) from error
+
+
+def _of_fields(lines: Sequence[str], fields: Sequence[str]) -> list[str]:
+    """Return the lines of `changes` about some fields."""
+    return [line for line in lines if line.split(" = ")[0] in fields]
 
 
 def _from_tree(run: Run, tree: Mapping[str, Any]) -> States:
@@ -198,7 +228,7 @@ def first_state(config: RunConfig, name: str, model: Model) -> update.TrainState
     if config.init_from and name == "policy":
         freeze_base(learner, model.folder)
         workdir, step = find_checkpoint(config.init_from)
-        with naming_changes(to_dict(config), workdir):
+        with naming_changes(to_dict(config), workdir, resumes=False):
             step, params = read_weights(workdir, model.policy, learner.mesh, step)
         log.info("begins with the weights of %s, step %d (init_from)", workdir, step)
         return learner.fns.init(params)

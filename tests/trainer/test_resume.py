@@ -79,11 +79,51 @@ def test_fields_that_change_the_checkpoints_are_named(policy, tmp_path, monkeypa
     }
     for field, (value, words) in changed.items():
         message = f"^{re.escape(f'{field} {words} in the run of ')}.*; must be the same, or begin"
+        message += r".* \(.*: .*\)$"  # the first tensor that differs
         with pytest.raises(MisfitError, match=message):
             restore(**{field: value})
     begins = {"init_from": str(tmp_path / "run"), "policy.lora_rank": 2}
     with pytest.raises(MisfitError, match=r"^policy\.lora_rank = 2: was 0 in the run of "):
         state.first_states(make_run(noise.small_config(policy, **begins)))
+
+
+TENSOR = "policy/params/a: wanted, not in the checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("changed", "resumes", "named"),
+    [
+        (["data.source", "policy.lora_rank", "policy.folder"], True, [1, 2]),
+        (["data.source", "policy.lora_rank", "policy.folder"], False, [1]),
+        (["loss.kl_weight", "judge.folder", "policy.folder"], False, [2]),
+        (["loss.kl_weight", "judge.folder", "judge.optimizer.name"], True, [0, 1, 2]),
+        (["algorithm.reader.source", "algorithm.verifier.source"], True, [0]),
+        (["source", "policy.tokenizer", "policy.layers"], True, [1, 2]),
+        (["source", "data.source", "judge.name"], True, []),
+    ],
+)
+def test_only_fields_that_shape_the_tensors_are_named(changed, resumes, named, tmp_path) -> None:
+    def fields(value: str) -> dict:
+        sections: dict = {"policy": {"compute_dtype": "auto"}, "judge": {"compute_dtype": "auto"}}
+        for name in changed:
+            *parents, last = name.split(".")
+            place = sections
+            for parent in parents:
+                place = place.setdefault(parent, {})
+            place[last] = value
+        return sections
+
+    workdir = epath.Path(tmp_path)
+    setup.write_config(fields("old"), workdir)
+    with (
+        pytest.raises(MisfitError) as raised,
+        state.naming_changes(fields("new"), workdir, resumes),
+    ):
+        raise MisfitError("does not fit", TENSOR)
+    begin, _, _ = str(raised.value).partition(" in the run of ")
+    lines = {f"{changed[i]} = 'new': was 'old'" for i in named}
+    assert set(begin.split("; ")) == (lines or {"does not fit"})
+    assert not named or str(raised.value).endswith(f"without init_from ({TENSOR})")
 
 
 # ------------------------------------------------------------------------------------------ Devices

@@ -46,7 +46,15 @@ class DamagedError(ValueError):
 
 
 class MisfitError(ValueError):
-    """A checkpoint has other tensors than those to be read."""
+    """A checkpoint has other tensors than those to be read.
+
+    Attributes:
+      first: first tensor that differs, and how.
+    """
+
+    def __init__(self, message: str, first: str):
+        super().__init__(message)
+        self.first = first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +271,8 @@ class Checkpoints:
             num_unnamed = len(differences) - _MOST_NAMED
             raise MisfitError(
                 f"{self._directory}, step {step}: the checkpoint does not fit:\n  {named}"
-                + (f"\n  and {num_unnamed} more" if num_unnamed > 0 else "")
+                + (f"\n  and {num_unnamed} more" if num_unnamed > 0 else ""),
+                differences[0],
             )
 
     def _require(self, step: int) -> None:
