@@ -45,10 +45,15 @@ def main(_) -> None:
     from spell_jax.evaluation import generation
     from spell_jax.runtime import setup
 
-    generation.check_flags(flags.FLAGS)
+    flag_values = flags.FLAGS
+    generation.check_flags(flag_values)
     setup.setup()
-    run = evidence_tree.run if flags.FLAGS.mode == "evidence_tree" else generation.answer_requests
-    run(flags.FLAGS)
+    if flag_values.prompt is not None:
+        generation.answer_prompt(flag_values)
+    elif flag_values.mode == "evidence_tree":
+        evidence_tree.run(flag_values)
+    else:
+        generation.answer_requests(flag_values)
 
 
 if __name__ == "__main__":

@@ -53,22 +53,26 @@ def check_flags(flag_values: Any) -> None:
         raise app.UsageError(f"--mode = {flag_values.mode!r}: needs --prompts, a file of requests")
 
 
+def answer_prompt(flag_values: Any) -> None:
+    """Answer --prompt and print the answers.
+
+    All processes call this together; errors as in `answer_requests`.
+    """
+    model, _, sampling = load(flag_values)
+    records, samples = [{"prompt": flag_values.prompt}], flag_values.samples
+    (result,) = answer(model, records, [flag_values.prompt], samples, sampling, flag_values.seed)
+    print_answers(result)
+
+
 def answer_requests(flag_values: Any) -> None:
-    """Answer --prompt and print, or answer the requests of --prompts and write --out.
+    """Answer the requests of --prompts and write --out.
 
     All processes call this together. Raises UsageError if the flags name no policy,
     FileNotFoundError or ValueError if a file is missing or damaged, or a flag is out of range.
     """
-    if flag_values.prompt is None:
-        # Before any sampling: a folder at --out would cost all answers.
-        paths.require(paths.expand_home(flag_values.out), "a file")
+    # Before any sampling: a folder at --out would cost all answers.
+    paths.require(flag_values.out, "a file")
     model, prompts, sampling = load(flag_values)
-    if flag_values.prompt is not None:
-        records = [{"prompt": flag_values.prompt}]
-        samples, seed = flag_values.samples, flag_values.seed
-        (result,) = answer(model, records, [flag_values.prompt], samples, sampling, seed)
-        print_answers(result)
-        return
     records, texts = read_requests(flag_values.prompts, prompts)
     workdir = paths.open_folder(flag_values.workdir) if flag_values.workdir else None
     extract = flag_values.extract or find_field(workdir, "extract", "lenient")
@@ -121,7 +125,7 @@ def print_answers(result: Record) -> None:
 def write_answers(flag_values: Any, results: Sequence[Record]) -> None:
     """Write the lines of --out, on process 0 only."""
     if jax.process_index() == 0:
-        write_records(pathlib.Path(paths.expand_home(flag_values.out)), results)
+        write_records(flag_values.out, results)
 
 
 def find_field(workdir: epath.Path | None, name: str, default: str) -> str:

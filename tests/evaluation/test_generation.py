@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from absl import app
 
+from spell_jax import generate
 from spell_jax.data.samples import Sample
 from spell_jax.evaluation import generation
 from spell_jax.policy import tokenizer, transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.rollout.replies import Prompt, make_reply
 from spell_jax.rollout.text_model import TextModel
+from spell_jax.runtime import setup
 from spell_jax.selfplay import prompts
 
 COMPACT = prompts.load("compact")
@@ -254,7 +256,10 @@ def test_prompt_of_the_command_line_is_asked_alone(monkeypatch, capsys) -> None:
 
     monkeypatch.setattr(generation, "load", lambda flag_values: ("model", COMPACT, {"top_p": 1.0}))
     monkeypatch.setattr(generation, "answer", answer)
-    flag_values = SimpleNamespace(prompt="Rome has", samples=2, seed=3)
-    generation.answer_requests(flag_values)
+    flag_values = SimpleNamespace(prompt="Rome has", mode="roles", samples=2, seed=3)
+    monkeypatch.setattr(setup, "setup", lambda: None)
+    monkeypatch.setattr(generation, "check_flags", lambda flag_values: None)
+    monkeypatch.setattr(generate, "flags", SimpleNamespace(FLAGS=flag_values))
+    generate.main(None)
     assert calls == [("model", [{"prompt": "Rome has"}], ["Rome has"], 2, {"top_p": 1.0}, 3)]
     assert capsys.readouterr().out == "Rome\nBath\n"
