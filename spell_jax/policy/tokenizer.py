@@ -105,7 +105,7 @@ class SentencePieceTokenizer(Tokenizer):
         return parts
 
     def save(self, folder: str | pathlib.Path) -> None:
-        """Write tokenizer.model, and the files by which transformers reads it (`load` does not)."""
+        """Write tokenizer.model, which `load` reads, and the files that transformers reads."""
         durable.write_file(pathlib.Path(folder) / MODEL_FILE, self.model)
         if not all(map(self._pieces.is_control, (self._user, self._assistant))):
             return

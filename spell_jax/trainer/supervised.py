@@ -42,9 +42,12 @@ log = logging.getLogger(__name__)
 TOKENIZER_ROWS = 20_000
 
 
-def make_policy(config: SupervisedConfig) -> tuple[pathlib.Path | None, PolicyConfig, Tokenizer]:
+def make_policy(
+    config: SupervisedConfig, rows: tuning_rows.RowStream | None = None
+) -> tuple[pathlib.Path | None, PolicyConfig, Tokenizer]:
     """Return (folder, architecture, tokenizer) of the initial policy; no folder: random weights.
 
+    `rows`, on which a new tokenizer is trained, are opened if they are needed and not passed.
     Errors name the field and remedy.
     """
     if config.policy.folder:
@@ -53,8 +56,9 @@ def make_policy(config: SupervisedConfig) -> tuple[pathlib.Path | None, PolicyCo
     if config.policy.tokenizer:
         tokenizer = tokenizers.load(config.policy.tokenizer)
     else:
-        rows = tuning_rows.open_rows(config.source, config.prompts, config.seed).start(0)
-        texts = (row.prompt + row.completion for row in itertools.islice(rows, TOKENIZER_ROWS))
+        rows = rows or tuning_rows.open_rows(config.source, config.prompts, config.seed)
+        first_rows = itertools.islice(rows.start(0), TOKENIZER_ROWS)
+        texts = (row.prompt + row.completion for row in first_rows)
         tokenizer = tokenizers.train(texts, config.policy.vocab_size, tiny_world_rows.SYMBOLS)
     # A tokenizer may leave ids without a token; the head must give them no probability.
     policy = config.policy.architecture(tokenizer.vocab_size)
@@ -84,7 +88,7 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
     # Before the model is looked for: a wrong file of rows is told at once.
     rows = tuning_rows.open_rows(config.source, config.prompts, config.seed)
     config = commits.pin(settle_dtypes(config, workdir), workdir)
-    base, policy, tokenizer = make_policy(config)
+    base, policy, tokenizer = make_policy(config, rows)
     tuning_rows.check_chats(rows.file_rows, tokenizer)
     learner = make_learner(config, policy)
     paths.make_workdir(workdir)

@@ -325,6 +325,21 @@ def test_rows_that_fit_no_bucket_are_counted(policy, tmp_path, caplog):
     assert [line["train/refused_answers"] for line in read_metrics(tmp_path / "run")] == [1, 1, 1]
 
 
+def test_rows_that_train_a_tokenizer_are_read_once(monkeypatch, tmp_path, caplog):
+    class LearnerError(Exception):
+        pass
+
+    def make_learner(config, policy):
+        raise LearnerError
+
+    monkeypatch.setattr(supervised, "make_learner", make_learner)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in (ROWS[0], {}, ROWS[1])))
+    with pytest.raises(LearnerError):
+        supervised.fine_tune(small_config("", path), tmp_path / "run")
+    assert caplog.text.count(f"{path}:2: skipped") == 1
+
+
 def test_new_policy_gets_its_own_tokenizer(monkeypatch):
     monkeypatch.setattr(supervised, "TOKENIZER_ROWS", 300)
     config = small_config("", "tiny")
