@@ -27,7 +27,6 @@ from spell_jax.data import tiny_world as world
 from spell_jax.data.questions import Question
 from spell_jax.question_sets.rows import Row, seeded_rows
 from spell_jax.runtime import entry
-from spell_jax.runtime.files import paths
 from spell_jax.runtime.files.jsonl import write_records
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.evidence import HIGHEST, LOWEST, StructuredAnswer, write_answer
@@ -202,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args(arguments)
-    prompts, out = prompt_sets.load(flags.prompts), Path(paths.expand_home(flags.out))
+    prompts, out = prompt_sets.load(flags.prompts), Path(flags.out)
     held_out = flags.seed + HELD_OUT_SEED, flags.held_out
     files = {
         "policy": policy_rows(prompts, EvidenceMixture(), flags.seed, flags.rows),
@@ -210,7 +209,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "train": make_questions(flags.seed, flags.questions, flags.documents),
         "held_out": make_questions(*held_out, flags.documents),
     }
-    out.mkdir(parents=True, exist_ok=True)
     for name, records in files.items():
         write_records(out / f"{name}.jsonl", map(dataclasses.asdict, records))
 

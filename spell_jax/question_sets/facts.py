@@ -36,7 +36,7 @@ from spell_jax.question_sets.rows import Row, RowConfig, make_item, make_rows
 from spell_jax.question_sets.tiny_world_rows import SYMBOLS
 from spell_jax.question_sets.values import NUMBER, means_the_same, other_forms, read_number
 from spell_jax.runtime import dataclass_flags, entry
-from spell_jax.runtime.files import paths
+from spell_jax.runtime.files import durable
 from spell_jax.runtime.files.jsonl import write_records
 from spell_jax.runtime.log.progress import Ticker
 from spell_jax.selfplay import prompts as prompt_sets
@@ -305,8 +305,8 @@ def held_out_questions(
 
 def write_files(flag_values: Any) -> None:
     """Read a folder of texts; write rows, tokenizer and questions."""
-    out, prompts = Path(paths.expand_home(flag_values.out)), prompt_sets.load(flag_values.prompts)
-    out.mkdir(parents=True, exist_ok=True)
+    out, prompts = Path(flag_values.out), prompt_sets.load(flag_values.prompts)
+    durable.make_folder(out)
     data = DataConfig(**{name: getattr(flag_values, name) for name in _DATA_FLAGS})
     config = dataclass_flags.read(FactRowConfig, flag_values)
     ticker = Ticker()

@@ -88,7 +88,7 @@ def run_now(work: Callable[..., Any], *args: Any) -> None:
 
 
 def write_file(path: str | os.PathLike[str], content: bytes) -> None:
-    """Replace the content of a file atomically; make its folder if it is missing.
+    """Replace the content of a file atomically; expand ~, and make its folder if it is missing.
 
     Replaces the target of a link. Writes to a terminal or pipe (/dev/stdout) directly; DiskError if
     no process reads the pipe for 14 s.
@@ -96,7 +96,7 @@ def write_file(path: str | os.PathLike[str], content: bytes) -> None:
     if paths.is_remote(path):
         epath.Path(path).write_bytes(content)
         return
-    path = pathlib.Path(path)
+    path = pathlib.Path(paths.expand_home(path))
     # A rename would replace a device such as /dev/stdout by a file.
     if path.exists() and not path.is_file() and not path.is_dir():
         retried(path, _write_through, path, content)
@@ -177,11 +177,11 @@ def replace(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def make_folder(folder: str | os.PathLike[str]) -> None:
-    """Make a folder and the folders above it, unless they exist."""
+    """Make a folder, with ~ expanded, and the folders above it, unless they exist."""
     if paths.is_remote(folder):
         epath.Path(folder).mkdir(parents=True, exist_ok=True)
         return
-    folder = pathlib.Path(folder)
+    folder = pathlib.Path(paths.expand_home(folder))
     missing = list(itertools.takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
     folder.mkdir(parents=True, exist_ok=True)
     # The name of a new folder is stored in its parent.

@@ -174,8 +174,8 @@ def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
 
 
 def require(path: str | os.PathLike[str], kind: str) -> None:
-    """Raise ValueError if a path exists and is not of this `kind` (see `_kind`)."""
-    if (present := _kind(path)) not in (kind, ""):
+    """Raise ValueError if a path, with ~ expanded, exists and is not of this `kind` (`_kind`)."""
+    if (present := _kind(expand_home(path))) not in (kind, ""):
         raise ValueError(f"{os.fspath(path)}: is {present}, must be {kind}; move or remove it")
 
 

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from spell_jax.runtime.files import paths, remote
+from spell_jax.runtime.files import durable, jsonl, paths, remote
 
 
 @pytest.mark.parametrize("name", ["[x]", "a*b", "a?b", "a\\b", "a\udcffb"])
@@ -35,6 +35,19 @@ def test_home_folder_is_expanded_in_every_path(monkeypatch):
         assert paths.expand_home(name) == name
     with pytest.raises(ValueError, match=r"^'~nobody_of_this_name/a': no such home folder"):
         paths.expand_home("~nobody_of_this_name/a")
+
+
+def test_home_folder_is_expanded_by_all_writers(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    jsonl.write_records("~/a/rows.jsonl", [{}])
+    jsonl.write_json(pathlib.Path("~/a") / "summary.json", {})
+    durable.make_folder("~/b")
+    assert os.listdir(tmp_path) == ["home"]
+    assert sorted(os.listdir("home/a")) == ["rows.jsonl", "summary.json"]
+    assert sorted(os.listdir("home")) == ["a", "b"]
+    with pytest.raises(ValueError, match=r"^~/a: is a folder, must be a file"):
+        paths.require("~/a", "a file")
 
 
 def test_bucket_out_of_reach_is_named_at_once(monkeypatch):
