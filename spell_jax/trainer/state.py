@@ -7,7 +7,6 @@ the policy.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import pathlib
@@ -17,38 +16,21 @@ from typing import Any
 import jax
 from etils import epath
 
-from spell_jax.config import (
-    RunConfig,
-    check_resumed,
-    find_checkpoint,
-    model_sections,
-    to_dict,
-)
+from spell_jax.config import RunConfig, check_resumed, find_checkpoint, to_dict
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
 from spell_jax.policy import lora, transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.formats import safetensors
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime import setup
 from spell_jax.runtime.config import changes
-from spell_jax.runtime.files.checkpoint import Checkpoints, MisfitError
+from spell_jax.runtime.files.checkpoint import Checkpoints
 from spell_jax.runtime.files.paths import CHECKPOINTS_FOLDER
 from spell_jax.trainer.build import Model, Run
+from spell_jax.trainer.misfit import naming_changes
 
 log = logging.getLogger(__name__)
 
-# Fields that decide which tensors a checkpoint has, and their shapes. Those of a model's section:
-_FOLDERS = ("folder", "tokenizer")
-_SHAPES = (
-    *("lora_rank", "lora_pattern", "base_dtype", "vocab_size", "width", "layers", "heads"),
-    *("kv_heads", "head_size", "feed_forward"),
-)
-# All others: which models and optimizers there are.
-_MODELS = (
-    *("algorithm.name", "algorithm.reader.source", "optimizer.name", "loss.objective"),
-    *("loss.kl_weight", "loss.distillation_weight", "loss.old_logprobs"),
-)
 # Weights in the compute dtype by model name, as a rollout looks them up (RolloutWorker.start_step).
 Params = Mapping[str, transformer.Params]
 
@@ -155,44 +137,6 @@ def restore_or_init(run: Run, checkpoints: Checkpoints) -> tuple[States, int, Ho
     for change in changes(to_dict(run.config), host_state.config):
         log.info("%s when it was saved", change)
     return _from_tree(run, arrays), step, host_state
-
-
-@contextlib.contextmanager
-def naming_changes(
-    fields: Mapping[str, Any], workdir: epath.Path, resumes: bool = True
-) -> Iterator[None]:
-    """Name the fields of the config that make a checkpoint of `workdir` unfit, in a MisfitError.
-
-    `fields` are the config as JSON values. A run that `resumes` reads all models of its workdir.
-    Otherwise only the policy is read, from another run, which may have begun with another folder:
-    folders are then named only if no other field differs. The first tensor that differs follows.
-    Without such a field the error names tensors alone.
-    """
-    try:
-        yield
-    except MisfitError as error:
-        lines = changes(fields, setup.saved_config(workdir))
-        models = model_sections(fields) if resumes else ["policy"]
-        shapes = [f"{model}.{field}" for model in models for field in _SHAPES]
-        folders = [f"{model}.{field}" for model in models for field in _FOLDERS]
-        if resumes:
-            optimizers = [f"{model}.optimizer.name" for model in models]
-            lines = _of_fields(lines, (*shapes, *folders, *_MODELS, *optimizers))
-        else:
-            lines = _of_fields(lines, shapes) or _of_fields(lines, folders)
-        if not lines:
-            raise
-        raise MisfitError(
-            f"{'; '.join(lines)} in the run of {workdir}, so its checkpoints do not fit; must be "
-            "the same, or begin a new run in another workdir, without init_from "
-            f"({error.first})",
-            error.first,
-        ) from error
-
-
-def _of_fields(lines: Sequence[str], fields: Sequence[str]) -> list[str]:
-    """Return the lines of `changes` about some fields."""
-    return [line for line in lines if line.split(" = ")[0] in fields]
 
 
 def _from_tree(run: Run, tree: Mapping[str, Any]) -> States:

@@ -34,8 +34,9 @@ from spell_jax.runtime.files.checkpoint import Checkpoints
 from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.selfplay.prompts import ROLES
 from spell_jax.trainer import commits
+from spell_jax.trainer.misfit import naming_changes
 from spell_jax.trainer.run_files import RunFiles
-from spell_jax.trainer.state import HostState, States, freeze_base, load_weights, naming_changes
+from spell_jax.trainer.state import HostState, States, freeze_base, load_weights
 
 log = logging.getLogger(__name__)
 # Rows that train a new tokenizer; enough to see every word of a small corpus.

@@ -24,7 +24,7 @@ from spell_jax.runtime.files.episodes import episode_files, read_episodes
 from spell_jax.runtime.hosts.preemption import Preempted
 from spell_jax.runtime.log import metrics as runtime_metrics
 from spell_jax.runtime.log.metrics import MetricsWriter, read_metrics
-from spell_jax.trainer import loop, rollouts, run_files, state
+from spell_jax.trainer import loop, misfit, rollouts, run_files, state
 from spell_jax.trainer.build import make_run
 from spell_jax.trainer.rollouts import SharedRollouts
 from spell_jax.trainer.state import States, copy
@@ -117,7 +117,7 @@ def test_only_fields_that_shape_the_tensors_are_named(changed, resumes, named, t
     setup.write_config(fields("old"), workdir)
     with (
         pytest.raises(MisfitError) as raised,
-        state.naming_changes(fields("new"), workdir, resumes),
+        misfit.naming_changes(fields("new"), workdir, resumes),
     ):
         raise MisfitError("does not fit", TENSOR)
     begin, _, _ = str(raised.value).partition(" in the run of ")
