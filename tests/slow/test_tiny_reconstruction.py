@@ -12,7 +12,7 @@ from etils import epath
 
 from spell_jax.configs import tiny_reconstruction, tiny_reconstruction_warm_start
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy.model import TINY_POLICY
+from spell_jax.policy.model import TINY_POLICY, find_folder
 from spell_jax.question_sets import tiny_world_rows, tuning_rows
 from spell_jax.reporting.episodes import choose_episodes
 from spell_jax.reporting.page import PAGE, RunData, write_page
@@ -132,5 +132,5 @@ def test_demo_starts_from_its_warm_start():
     tuned = tiny_reconstruction_warm_start.get_config()
     folder = pathlib.Path(tiny_reconstruction.get_config().policy.folder)
     assert f"--workdir={folder.parent}\n" in (tiny_reconstruction_warm_start.__doc__ or "")
-    assert pathlib.Path(tuned.policy.folder).resolve() == TINY_POLICY
+    assert find_folder(tuned.policy.folder, "policy.folder") == TINY_POLICY
     assert tuned.source == tiny_reconstruction.get_config().data.source
