@@ -287,7 +287,7 @@ def test_a_disk_that_becomes_full_keeps_what_was_written(
     assert Results(tmp_path).finished("broken") == ["good"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_section_plays_on_a_cpu(tmp_path: pathlib.Path) -> None:
     """In less than three minutes on two idle cores, which no assertion can hold."""
     flags = [f"--out={tmp_path}", "--tiny", "--commit=abc", "--minutes=40"]

@@ -18,7 +18,7 @@ from spell_jax.runtime.log.metrics import read_metrics
 from spell_jax.trainer import loop, supervised
 from tests import noise
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TUNING = {"steps": 60, "rows_per_step": 24, "optimizer.warmup_steps": 5}
 SMALL = {
