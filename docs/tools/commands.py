@@ -59,16 +59,21 @@ def find(root: pathlib.Path = ROOT) -> dict[str, Command]:
 
 
 def _shared_flags(tree: ast.AST, source: str, root: pathlib.Path) -> Iterator[tuple[str, ast.AST]]:
-    """Yield each `define_flags` of another module that the source calls, and the module's name."""
+    """Yield each `define_flags` of another module that the source calls, and the module's name.
+
+    A `define_flags` may call another module's.
+    """
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom):
             continue
         for alias in node.names:
             if re.search(rf"\b{alias.asname or alias.name}\.define_flags\(", source):
                 module = f"{node.module}.{alias.name}"
-                for part in ast.walk(_parse(module, root)):
+                shared = _parse(module, root)
+                for part in ast.walk(shared):
                     if isinstance(part, ast.FunctionDef) and part.name == "define_flags":
                         yield module, part
+                        yield from _shared_flags(shared, ast.unparse(part), root)
 
 
 def _flags(tree: ast.AST, module: str, root: pathlib.Path) -> Iterator[Flag]:
