@@ -39,7 +39,7 @@ def boilerplate_length(text: str) -> int:
 
 
 def worth(text: str) -> int:
-    """Return the characters of content minus those of boilerplate.
+    """Return the number of characters of content minus the number of characters of boilerplate.
 
     Of two near duplicates, the one with more worth has less boilerplate, if it has the same
     content. A copy that lacks the end of the text gains no worth with the footer that is missing.

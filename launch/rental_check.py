@@ -28,7 +28,7 @@ def find_mistakes(command: Sequence[str], topology: str, shape: str = "") -> lis
     """Return a line for each mistake in a command, including too little memory on the slice.
 
     Args:
-      command: arguments of Python. Only those of `-m spell_jax.train` are checked.
+      command: arguments of Python. Only the arguments of `-m spell_jax.train` are checked.
       topology: name of the slice.
       shape: the policy's config.json; "" if the shape is known by config.policy.folder.
     """

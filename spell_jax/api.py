@@ -92,7 +92,7 @@ def _run(function: Any, config: Any, workdir: Folder) -> epath.Path:
     # Python lets only the main thread handle SIGTERM, on which a run saves and ends.
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a run must be started in the main thread, which handles SIGTERM")
-    _check_folder("workdir", workdir)
+    entry.check_folder("workdir", workdir)
     _set_up()
     config = get_config(config) if isinstance(config, str) else config
     return function(config, paths.open_folder(workdir))
@@ -217,7 +217,7 @@ def evaluate(
     names -= {"policy", "benchmarks", "sampling", "endpoint", "model", "tokenizer"}
     if unknown := sorted(fields.keys() - names):
         raise ValueError(f"{unknown[0]}: no such field, must be one of {', '.join(sorted(names))}")
-    _check_folder("out", out)
+    entry.check_folder("out", out)
     _set_up()
     if "max_input" in fields:
         fields["max_input"] = tuple(np.atleast_1d(fields["max_input"]).tolist())
@@ -229,11 +229,6 @@ def evaluate(
     )
     name = pathlib.PurePath(policy).name
     return runner.evaluate(config, paths.expand_home(out), name, sizes=sizes)
-
-
-def _check_folder(name: str, folder: Folder) -> None:
-    if not os.fspath(folder).strip():
-        raise ValueError(f"{name} = {os.fspath(folder)!r}: must name a folder")
 
 
 @functools.cache

@@ -122,12 +122,12 @@ class OwnReward:
                 f"{self}: returned {len(rewards)} rewards, {self._describe_all(answers)}; "
                 "must return one for each answer"
             )
-        least, largest = self.bounds
+        low, high = self.bounds
         numbers = [_to_python(reward) for reward in rewards]
         for number, answer in zip(numbers, answers, strict=True):
-            if is_finite(number) and least <= number <= largest:
+            if is_finite(number) and low <= number <= high:
                 continue
-            range_text = "" if math.isinf(least) else f" from {least:g} to {largest:g}"
+            range_text = "" if math.isinf(low) else f" from {low:g} to {high:g}"
             raise ValueError(
                 f"{self}: returned {number!r:.{_SHOWN}} for {_describe(answer)}; must be a "
                 f"finite number{range_text}"

@@ -201,12 +201,18 @@ def check_secrets(arguments: Sequence[str]) -> None:
 
 def _check_folders(arguments: Sequence[str]) -> None:
     """Raise ValueError for a flag of _FOLDER_FLAGS with an empty value."""
-    # "" would be the current folder, and a run's files would lie among the user's own.
     for argument, following in itertools.zip_longest(arguments, arguments[1:]):
         name, equals, value = argument.partition("=")
         value = value if equals else following
-        if name.lstrip("-") in _FOLDER_FLAGS and value is not None and not value.strip():
-            raise ValueError(f"{name} = {value!r}: must name a folder")
+        if name.lstrip("-") in _FOLDER_FLAGS and value is not None:
+            check_folder(name, value)
+
+
+def check_folder(name: str, folder: str | os.PathLike[str]) -> None:
+    """Raise ValueError if the folder of a flag or an argument `name` is empty."""
+    # "" would be the current folder, and a run's files would lie among the user's own.
+    if not os.fspath(folder).strip():
+        raise ValueError(f"{name} = {os.fspath(folder)!r}: must name a folder")
 
 
 def _missing_backend(error: BaseException) -> str:
