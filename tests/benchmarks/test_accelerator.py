@@ -195,10 +195,9 @@ def test_the_end_of_the_command_ends_its_processes(tmp_path: pathlib.Path, end: 
         [sys.executable, "-m", "benchmarks", "accelerator", *flags], stderr=subprocess.PIPE
     )
     deadline = time.monotonic() + 60
-    while not (tmp_path / "logs" / "bits_first.log").exists():
+    while len(_processes(tmp_path)) < 2:  # the command itself and spell_jax.train
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert len(_processes(tmp_path)) >= 2  # the command itself and spell_jax.train
     process.send_signal(end)
     process.wait(30)
     while _processes(tmp_path):
