@@ -71,7 +71,7 @@ NEWEST := $(NUMERICAL) tests/selfplay tests/data tests/runtime tests/reporting
 		jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
 	touch $@
 
-# The full sets behind the numbers: hours.
+# The full sets behind the numbers, and further cases of slow tests: hours.
 test-long: .venv/installed-test
 	$(BIN)/python -m pytest -q -m long $(PYTEST_ARGS)
 

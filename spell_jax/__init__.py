@@ -15,6 +15,8 @@ Public names:
 
 The commands of the same rooms are `python -m spell_jax.train` and so on. `import spell_jax` imports
 nothing heavy: the functions are in api.py, which is imported when a public name is first used.
+`spell_jax.train` and `spell_jax.evaluate` are always these functions, never the commands' modules,
+also after `import spell_jax.train as train`.
 """
 
 from __future__ import annotations

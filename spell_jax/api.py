@@ -11,7 +11,6 @@ import difflib
 import functools
 import logging
 import os
-import pathlib
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -227,8 +226,7 @@ def evaluate(
         sampling=EvaluationSampling(**{k: v for k, v in fields.items() if k in sampling_names}),
         **{name: value for name, value in fields.items() if name not in sampling_names},
     )
-    name = pathlib.PurePath(policy).name
-    return runner.evaluate(config, paths.expand_home(out), name, sizes=sizes)
+    return runner.evaluate(config, paths.expand_home(out), sizes=sizes)
 
 
 @functools.cache

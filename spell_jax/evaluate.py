@@ -102,8 +102,9 @@ def main(_) -> None:
     config = runner.from_flags(flag_values)
     # The judge is made before sampling, so that a mistake in its flags costs no answers.
     judge = judging.judge_of_flags(flag_values, out, sizes)
-    folder = flag_values.workdir or flag_values.policy or ""
-    name = flag_values.name or config.model or pathlib.Path(folder).resolve().name
+    # The folder WORKDIR/policy would name every run "policy".
+    workdir = flag_values.workdir and pathlib.Path(flag_values.workdir).resolve()
+    name = flag_values.name or (workdir.name if workdir else "")
     columns = registry.COLUMN_CHOICES[flag_values.columns]
     traffic = Traffic(flag_values.endpoint_workers, flag_values.endpoint_rate)
     table = flag_values.compare, columns

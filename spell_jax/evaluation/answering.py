@@ -91,6 +91,9 @@ class Respondent(Protocol):
     """A model that answers benchmark questions: a policy, or a model at an endpoint."""
 
     @property
+    def name(self) -> str: ...
+
+    @property
     def tokenizer(self) -> Tokenizer | None: ...
 
     def fingerprint(self) -> str:
@@ -120,6 +123,10 @@ class PolicyRespondent:
 
     model: TextModel
     sampling: EvaluationSampling
+
+    @property
+    def name(self) -> str:
+        return self.model.name
 
     @property
     def tokenizer(self) -> Tokenizer:

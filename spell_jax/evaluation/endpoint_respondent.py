@@ -89,6 +89,7 @@ class EndpointRespondent:
         """
         if jax.process_count() > 1:
             raise ValueError(f"endpoint = {url!r}: must be asked by one process, without --hosts")
+        self.name = model
         self.tokenizer = tokenizers.load(tokenizer) if tokenizer else None
         self._layout = _count_layout(self.tokenizer) if self.tokenizer else 0
         try:

@@ -162,7 +162,7 @@ def policy_folder(flag_values: Any) -> str:
 def evaluate(
     config: EvaluationConfig,
     out: str | os.PathLike[str],
-    name: str,
+    name: str = "",
     judge: Judge | None = None,
     sizes: SamplerConfig = SIZES,
     compare: Sequence[str | os.PathLike[str]] = (),
@@ -173,10 +173,10 @@ def evaluate(
     """Evaluate a model and return the content of summary.json; all processes call this together.
 
     `out` is a local output folder, made if missing; only process 0 reads and writes there. `name`
-    is the model's name in the table. `rule` says which answers `judge` sees, and how its verdicts
-    count (answering.ask_judge); without a judge the benchmark's rule counts. `compare` are output
-    folders of other evaluations, for the table. `columns` are its columns of several benchmarks.
-    `traffic` limits requests to an endpoint.
+    is the model's name in the table, by default the respondent's. `rule` says which answers `judge`
+    sees, and how its verdicts count (answering.ask_judge); without a judge the benchmark's rule
+    counts. `compare` are output folders of other evaluations, for the table. `columns` are the
+    table's columns of several benchmarks. `traffic` limits requests to an endpoint.
 
     Raises:
       FileNotFoundError: if a file of the policy, of a benchmark or of `compare` does not exist.
@@ -218,7 +218,8 @@ def evaluate(
         final, model = [row for _, row in answered], judge and (judge.model, rule)
         left_out = [key for _, key in keyed_questions if key not in rows]
         _list_left_out(out / LEFT_OUT, left_out)
-        summary = _summarize(config, name, benchmarks, final, model, columns, left_out)
+        named = name or respondent.name
+        summary = _summarize(config, named, benchmarks, final, model, columns, left_out)
         write_records(out / SAMPLES, final)
         write_json(out / SUMMARY, summary)
         write_lines(out / TABLE, [protocol.table([summary, *compared])])

@@ -71,6 +71,7 @@ def test_update_benchmark_measures_trees() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("one_device")
 def test_update_benchmark_with_a_window_counts_the_pairs_in_it() -> None:
     full_line, window_line = (run([*UPDATE, f"--window={window}"]) for window in (0, 8))
@@ -84,6 +85,7 @@ def test_update_benchmark_with_a_window_counts_the_pairs_in_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("one_device")
 def test_update_benchmark_of_a_config_json_with_lora(tmp_path) -> None:
     policy = PolicyConfig(96, 32, 2, 2, 1, 16, 48, qkv_bias=True)
@@ -129,6 +131,7 @@ def test_sample_benchmark_shares_the_documents_of_several_questions() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("one_device")
 def test_plan_benchmark_compares_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     small = [plan.ProgramShape(phase, 64, 1, 128, 2, 8) for phase in plan.CALIBRATION]

@@ -303,8 +303,8 @@ def test_changed_and_new_files_are_read_again(tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["FlinkRunner", "--flink_master=localhost:8081"],
-        ["SparkRunner"],
+        pytest.param(["FlinkRunner", "--flink_master=localhost:8081"], marks=pytest.mark.long),
+        pytest.param(["SparkRunner"], marks=pytest.mark.long),
         [
             "DataflowRunner",
             "--project=my-project",

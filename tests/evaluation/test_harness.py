@@ -559,6 +559,7 @@ def start(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_give_the_results_of_one(tmp_path):
     folder = write_policy(tmp_path / "a", hf_folders.byte_level(), hf_folders.CONFIG)
     tasks_folder = write_tasks(tmp_path / "tasks")

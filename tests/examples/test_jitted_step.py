@@ -236,7 +236,10 @@ def _expect_difference(c: Config, step: Step) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
-    [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "context": 2}],
+    [
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.long),
+        {"fsdp": 4, "context": 2},
+    ],
     ids=lambda sizes: " ".join(f"{axis}={size}" for axis, size in sizes.items()),
 )
 def test_jitted_step_equals_the_trainers_update_on_a_mesh(sizes: dict[str, int]):

@@ -96,7 +96,6 @@ def test_pages_that_name_devices_are_covered() -> None:
         "docs/howto/tpu_slice.md",
         "docs/howto/one_gpu.md",
         "docs/howto/long_prompts.md",
-        "docs/launching.md",
         "docs/long_context.md",
         "docs/models.md",
         "docs/faq.md",

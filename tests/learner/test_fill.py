@@ -143,7 +143,13 @@ def measure(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name.startswith("paper") else ())
+        for name in MIXES
+    ],
+)
 def test_chosen_shapes_fill_each_mix_in_few_programs(name: str) -> None:
     listed, auto = (measure(name, auto, steps=50) for auto in (False, True))
     assert auto["fill"] > 0.9 and auto["least_fill"] > 0.85

@@ -26,6 +26,7 @@ from tests import tiny
 
 # Windows that are shorter than a page of 4 tokens, and longer. All are shorter than most prompts.
 LAYERS = {"half": (0, 2), "all": (0, 1, 2, 3), "most": (0, 1, 2)}
+HALF_FIRST = ["half", *(pytest.param(name, marks=pytest.mark.long) for name in ("all", "most"))]
 CONFIG = SamplerConfig(
     temperature=0.7,
     top_p=1.0,
@@ -113,7 +114,14 @@ def _learner_logprobs(policy: PolicyConfig, groups: list[list[Sample]]) -> np.nd
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layers", "window"), [("half", 3), ("half", 7), ("all", 2), ("all", 6), ("most", 9)]
+    ("layers", "window"),
+    [
+        ("half", 3),
+        ("all", 6),
+        pytest.param("half", 7, marks=pytest.mark.long),
+        pytest.param("all", 2, marks=pytest.mark.long),
+        pytest.param("most", 9, marks=pytest.mark.long),
+    ],
 )
 def test_logprobs_equal_the_learners(layers: str, window: int) -> None:
     """Answers and most prompts are longer than the window, so pages are released on the way."""
@@ -127,7 +135,7 @@ def test_logprobs_equal_the_learners(layers: str, window: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("layers", HALF_FIRST)
 def test_tight_pools_give_the_same_answers(layers: str) -> None:
     """In a tight pool prompts wait, answers pause, and idle pages are evicted."""
     policy = _policy(layers, 6)
@@ -143,7 +151,7 @@ def test_other_sizes_of_pages_and_calls_give_the_same_answers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", ["half", "all"])
+@pytest.mark.parametrize("layers", HALF_FIRST[:2])
 def test_speculation_changes_no_answer(layers: str) -> None:
     speculative = dataclasses.replace(CONFIG, speculative_tokens=3, speculative_ngram=1)
     _assert_same(_policy(layers, 5), config=speculative)
@@ -162,7 +170,7 @@ def test_int8_cache_changes_logprobs_only_by_rounding() -> None:
 @pytest.mark.parametrize(
     "mesh", [{"data": 2, "context": 2, "tensor": 2}, {"context": 4, "fsdp": 2}], ids=str
 )
-@pytest.mark.parametrize("layers", ["half", "all"])
+@pytest.mark.parametrize("layers", HALF_FIRST[:2])
 def test_meshes_give_the_same_answers(layers: str, mesh: dict[str, int]) -> None:
     """The `context` axis splits pages: a window may begin on any device's part."""
     sizes = dataclasses.replace(CONFIG, kv_cache_tokens=4096, slots=8)
@@ -170,7 +178,7 @@ def test_meshes_give_the_same_answers(layers: str, mesh: dict[str, int]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", ["half", "all"])
+@pytest.mark.parametrize("layers", HALF_FIRST[:2])
 def test_replies_inside_a_program_equal_the_samplers(layers: str) -> None:
     policy = _policy(layers, 6)
     tokens = np.zeros((len(PROMPTS), 40), np.int32)

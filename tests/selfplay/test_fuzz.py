@@ -48,7 +48,7 @@ from tests.selfplay.parsers import FAMILIES, PARSERS
 
 CHUNK = 5000
 LIMIT_S = 60  # of processor time; a megabyte needs about 4
-SHORT, LONG = range(2), range(2, 40)  # seeds: 10,000 texts, and with the other parsers 200,000
+SHORT, LONG = range(1), range(1, 40)  # seeds: 10,000 texts, and with the other parsers 200,000
 LARGEST = 1_000_000
 
 # Modules in which no function reads model output, and functions of others that do not read it.

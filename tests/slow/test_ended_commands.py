@@ -150,10 +150,10 @@ def prepare(name: str, out: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("name", "signals"),
     [
-        ("sft", ("SIGKILL", "SIGKILL", "SIGTERM")),
+        pytest.param("sft", ("SIGKILL", "SIGKILL", "SIGTERM"), marks=pytest.mark.long),
         ("train", ("SIGTERM", "SIGKILL", "SIGTERM")),
         ("generate", ("SIGKILL", "SIGTERM")),
-        ("evaluate", ("SIGKILL", "SIGKILL", "SIGKILL")),
+        pytest.param("evaluate", ("SIGKILL", "SIGKILL", "SIGKILL"), marks=pytest.mark.long),
         ("report", ("SIGKILL", "SIGTERM")),
         ("articles", ("SIGKILL", "SIGTERM", "SIGKILL")),
         ("random_policy", ("SIGKILL", "SIGTERM", "SIGKILL")),

@@ -172,6 +172,7 @@ def test_killed_process_ends_all_and_a_restart_resumes(killed, alone, policy, tm
     assert_same_run(tmp_path, alone, policy)
 
 
+@pytest.mark.long
 def test_killed_split_run_of_two_processes_ends_like_one_process(policy, tmp_path) -> None:
     """Each process trains and samples; process 1 is killed, and both start again."""
     split = {"staleness": 2, "checkpoint_every": 4, "steps": 5}

@@ -165,6 +165,7 @@ def test_greedy_answers_to_long_prompts_equal_transformers(folder, spell_data, m
     assert np.mean(scores) > 0.3  # equal texts are answers, not equal nonsense
 
 
+@pytest.mark.long
 def test_trained_policy_answers_in_transformers(folder, tmp_path) -> None:
     """The folder that a run writes, and one exported from its checkpoint, have the same logits
     here and in transformers.

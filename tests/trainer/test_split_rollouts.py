@@ -365,6 +365,7 @@ EXPERTS = {"qkv_bias": False, "qk_norm": True, "experts": 4, "experts_per_token"
             EXPERTS,
             {"mesh.fsdp": 2, "mesh.expert": 2, "loss.routing": "sampled", "loss.tis_cap": 2.0},
             id="experts",
+            marks=pytest.mark.long,
         ),
     ],
 )
