@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-import math
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent import futures
@@ -28,6 +27,8 @@ from spell_jax.runtime.finite import is_finite
 from spell_jax.runtime.hosts import distributed
 
 FIELD = "algorithm.reward"
+# Bounds of rewards whose squares, in a group's deviation, are finite in float32.
+WIDEST = (-1e18, 1e18)
 _SHOWN = 200  # characters of a question or an answer in a message
 
 
@@ -82,7 +83,7 @@ class OwnReward:
 
     name: str
     function: Callable[[Sequence[RewardInput]], Any]
-    bounds: tuple[float, float] = (-math.inf, math.inf)
+    bounds: tuple[float, float] = WIDEST
 
     @classmethod
     def load(cls, name: str, bounds: tuple[float, float]) -> OwnReward:
@@ -97,13 +98,15 @@ class OwnReward:
         """
         if not answers:
             return []
+        answers = tuple(answers)  # a function that sorts or empties a list would move rewards
         # One process calls: the rewards of an endpoint might differ between two calls.
         return distributed.broadcast(lambda: self._check(answers, self._call(answers)))
 
     def _call(self, answers: Sequence[RewardInput]) -> Any:
         try:
-            rewards = self.function(answers)
-            return _wait(rewards) if inspect.isawaitable(rewards) else rewards
+            with hooks.no_exit():
+                rewards = self.function(answers)
+                return _wait(rewards) if inspect.isawaitable(rewards) else rewards
         except Exception as error:
             answer = _read_last(error)
             place = f"reading {_describe(answer)}" if answer else self._describe_all(answers)
@@ -127,10 +130,9 @@ class OwnReward:
         for number, answer in zip(numbers, answers, strict=True):
             if is_finite(number) and low <= number <= high:
                 continue
-            range_text = "" if math.isinf(low) else f" from {low:g} to {high:g}"
             raise ValueError(
                 f"{self}: returned {number!r:.{_SHOWN}} for {_describe(answer)}; must be a "
-                f"finite number{range_text}"
+                f"finite number from {low:g} to {high:g}"
             )
         return [float(number) for number in numbers]
 

@@ -6,13 +6,15 @@ document or from text that a model wrote.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from spell_jax.runtime.config import naming
+from spell_jax.runtime.hosts import sigterm
 
 FORM = "MODULE:FUNCTION"
 # Identifiers of Python, so that no URL (a slash follows its colon) and no file name with a slash or
@@ -35,7 +37,7 @@ def load(field: str, value: str) -> Callable[..., Any]:
 
     @functools.wraps(hook)
     def call(*arguments: Any, **keywords: Any) -> Any:
-        with naming(field, value):
+        with naming(field, value), no_exit(f"{field} = {value!r}: "):
             return hook(*arguments, **keywords)
 
     return call
@@ -44,20 +46,41 @@ def load(field: str, value: str) -> Callable[..., Any]:
 def find(field: str, value: str) -> Callable[..., Any]:
     """Import the function that a field names; ValueError with field, value and remedy.
 
-    Any other error of the module than ImportError is a bug there and passes with its traceback.
+    RuntimeError, with the traceback, if the module is found and its own code fails.
     """
     if not is_hook(value):
         raise ValueError(f"{field} = {value!r}: must be {FORM}")
     module_name, _, name = value.partition(":")
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"{field} = {value!r}: {error}; must be a module on Python's path ($PYTHONPATH)"
-        ) from error
+        with no_exit():
+            module = importlib.import_module(module_name)
+    except Exception as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name is not None
+        if is_absent and f"{module_name}.".startswith(f"{error.name}."):
+            remedy = "must be a module on Python's path ($PYTHONPATH)"
+            raise ValueError(f"{field} = {value!r}: {error}; {remedy}") from error
+        # A RuntimeError is never taken for a mistake in the config, whose traceback is not shown.
+        text = f"{field} = {value!r}: importing {module_name}: {type(error).__name__}: {error}"
+        raise RuntimeError(text) from error
     if not hasattr(module, name):
         raise ValueError(f"{field} = {value!r}: {module_name} has no {name}; must name a function")
     hook = getattr(module, name)
     if not callable(hook):
         raise ValueError(f"{field} = {value!r}: is {type(hook).__name__}; must name a function")
     return hook
+
+
+@contextlib.contextmanager
+def no_exit(place: str = "") -> Iterator[None]:
+    """Raise RuntimeError if the user's code in the block ends the process, as by sys.exit().
+
+    `place` begins the error's message.
+    """
+    # Otherwise the run would end with the status of success, and other hosts would wait.
+    try:
+        yield
+    except sigterm.Terminated:
+        raise
+    except SystemExit as error:
+        text = f"{place}sys.exit({error}) would end the run; must return or raise an error"
+        raise RuntimeError(text) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pathlib
 import re
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -118,6 +119,20 @@ def test_async_function_runs_beside_the_event_loop_of_a_notebook():
     assert asyncio.run(cell()) == [0.0, 0.5, 1.0, 1.5]
 
 
+def test_function_that_ends_the_process_is_an_error():
+    message = rf"^algorithm\.reward = '{NAME}': RuntimeError: sys\.exit\(0\) would end the run"
+    with pytest.raises(RuntimeError, match=message):
+        OwnReward(NAME, lambda answers: sys.exit(0))(INPUTS)
+
+
+@pytest.mark.parametrize("change", ["sort", "clear", "pop", "reverse"])
+def test_function_cannot_move_the_answers(change):
+    """Rewards of a list that the function has sorted would go to other answers."""
+    message = f"AttributeError: 'tuple' object has no attribute '{change}'"
+    with pytest.raises(RuntimeError, match=message):
+        OwnReward(NAME, lambda answers: getattr(answers, change)())(INPUTS)
+
+
 def test_function_is_not_called_without_answers():
     assert OwnReward(NAME, fails)([]) == []
 
@@ -136,6 +151,7 @@ def test_function_is_not_called_without_answers():
             r"returned nan for the answer 'reply 1' to question 'Q1\?'; must be a finite number",
         ),
         (lambda a: [0, 0, 0, -np.inf], None, r"returned -inf for .* question 'Q3\?'"),
+        (lambda a: [0, 1e39, 0, 0], None, r"returned 1e\+39 for .*'Q1\?'; .* from -1e\+18 to 1e"),
         (lambda a: [0, "1", 0, 0], None, r"returned '1' for .* question 'Q1\?'"),
         (lambda a: [0, 0, None, 0], None, r"returned None for .* question 'Q2\?'"),
         (lambda a: np.zeros((4, 2)), None, r"returned \[0.0, 0.0\] for .* question 'Q0\?'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from spell_jax.config import default_supervised_config, read, read_supervised
 from spell_jax.configs import tiny
 from spell_jax.data.config import HELD_OUT_SEED, open_clusters
 from spell_jax.question_sets.tuning_rows import open_rows
-from spell_jax.runtime import hooks
+from spell_jax.runtime import entry, hooks
 from spell_jax.runtime.config import ConfigError
 from tests import hook_module
 from tests.algorithms.scripted import make_context
@@ -105,11 +106,35 @@ def test_bug_in_a_function_keeps_its_traceback(make):
         make(f"{HERE}:breaks")
 
 
-def test_bug_in_a_module_keeps_its_traceback(tmp_path, monkeypatch):
-    (tmp_path / "broken_hooks.py").write_text("1 / 0\n")
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise ValueError('mine')", "ValueError: mine"),
+        ("open('no_such_file')", "FileNotFoundError: .*no_such_file"),
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("from spell_jax import no_such_name", "ImportError: cannot import name 'no_such_name'"),
+        ("raise SystemExit", r"RuntimeError: sys\.exit\(\) would end the run; must return"),
+    ],
+)
+def test_bug_in_a_module_keeps_its_traceback(tmp_path, monkeypatch, line, message):
+    """The error is none that the commands show as one line, as they show the user's mistakes."""
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ZeroDivisionError):
+    (tmp_path / "broken_hooks.py").write_text(f"{line}\n")
+    text = rf"^source = 'broken_hooks:rows': importing broken_hooks: {message}"
+    with pytest.raises(RuntimeError, match=text) as raised:
         make_rows("broken_hooks:rows")
+    cause = raised.value.__cause__
+    assert cause and traceback.extract_tb(cause.__traceback__)[-1].line
+    assert not isinstance(raised.value, entry.USER_ERRORS)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_function_that_ends_the_process_is_an_error(field):
+    """The status of sys.exit() would be success, and other hosts would wait for this one."""
+    message = rf"^{field} = '{HERE}:leaves': sys\.exit\(0\) would end the run; must return or raise"
+    with pytest.raises(RuntimeError, match=message):
+        FIELDS[field](f"{HERE}:leaves")
 
 
 def test_evaluation_that_is_no_name_is_refused():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -167,8 +166,8 @@ class VerifiedConfig(QuestionsConfig):
     @property
     def reward_bounds(self) -> tuple[float, float]:
         """Least and largest reward that a function of the user's may return."""
-        # Groups compare rewards with their mean, so any finite numbers will do.
-        return -math.inf, math.inf
+        # Groups compare rewards with their mean, so negative rewards will do.
+        return own_reward.WIDEST
 
     def load_reward(self) -> own_reward.OwnReward | None:
         if not self.reward:
