@@ -357,9 +357,11 @@ def act(options: Namespace) -> int:
         command = shlex.split(options.command)
         if tuple(command[:2]) != rental_check.TRAINING:
             say(f"not checked: {options.command}; only {shlex.join(rental_check.TRAINING)} is")
-        if mistakes := rental_check.find_mistakes(command, options.topology, options.policy):
+        elif mistakes := rental_check.find_mistakes(command, options.topology, options.policy):
             print("\n".join(f"error: {mistake}" for mistake in mistakes), file=sys.stderr)
             return entry.EXIT_CODE
+        else:
+            say(f"checked: the config has no mistakes, and the run fits {options.topology}")
     if options.action == "watch":
         try:
             return watch(options)

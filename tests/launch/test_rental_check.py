@@ -61,8 +61,49 @@ def test_mistakes_of_the_config_are_named(train_flags: tuple[str, ...], message:
     assert mistake.startswith(message), mistake
 
 
+@pytest.mark.parametrize(
+    "workdir", [(), ("--workdir=",), ("--workdir=runs/a",), ("--workdir=~/a",)]
+)
+def test_workdir_that_is_lost_with_the_slice_is_refused(workdir: tuple[str, ...]) -> None:
+    (mistake,) = find_mistakes(PAPER[0], *FILES, *FITTING, *workdir)
+    value = workdir[0].partition("=")[2] if workdir else None
+    assert mistake.startswith(f"--workdir = {value!r}: must be in a bucket (gs://BUCKET/RUN) or on")
+    assert find_mistakes(PAPER[0], *FILES, *FITTING, "--workdir", "/mnt/disk/run") == []
+
+
+def test_unknown_flags_are_refused() -> None:
+    valid_flags = ["--verbosity=1", "--debug", "--noconfig.evaluate"]
+    mistakes = find_mistakes(*PAPER, *FILES, *FITTING, *valid_flags, "--wrkdir=3", "--confg.x=3")
+    assert mistakes == [
+        "--wrkdir: no such flag of spell_jax.train",
+        "--confg.x: no such flag of spell_jax.train",
+    ]
+
+
+def test_code_of_the_users_that_is_not_committed_is_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slice gets a copy of HEAD, so it would lack the module and the config's file."""
+    (tmp_path / "uncommitted_rewards.py").write_text("def ok(answers): return [1.0] * len(answers)")
+    config_file = tmp_path / "mine.py"
+    config_file.write_text(
+        "from spell_jax.configs import paper\n"
+        "def get_config(): return paper.get_config('qwen2.5-7b-instruct')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = "--config.algorithm.reward=uncommitted_rewards:ok"
+    module, file = (
+        find_mistakes(*flags, PAPER[1], *FILES, *FITTING)
+        for flags in ((PAPER[0], reward), (f"--config={config_file}",))
+    )
+    assert len(module) == len(file) == 1
+    assert module[0].startswith("algorithm.reward = 'uncommitted_rewards:ok': ")
+    assert file[0].startswith(f"--config = '{config_file}': ")
+    assert "must be committed" in module[0] and "must be committed" in file[0]
+
+
 def test_command_without_a_config_is_a_mistake() -> None:
-    assert find_mistakes("--workdir=x") == ["--config: must be given"]
+    assert find_mistakes("--workdir=gs://b/x") == ["--config: must be given"]
     (mistake,) = find_mistakes("--config", "no.py")
     assert mistake.startswith("--config = 'no.py': no such file")
 
