@@ -67,6 +67,11 @@ _IN_CONFIG_FILE = " Error whilst parsing config file:"  # ml_collections, before
 _WRONG_TYPE = "Could not override field"  # ml_collections, of a value that a field does not take
 _FOLDER_FLAGS = ("workdir", "out")
 _UNSET = "must have a value other than None"  # absl, of a required flag
+# What Python says of a text that is no number -> what the flag must be.
+_NO_NUMBER = {
+    "could not convert string to float": "must be a number",
+    "invalid literal for int() with base 10": "must be a whole number",
+}
 
 _is_set_up = False  # whether the work of the current command has started
 _signal_status: int | None = None  # exit status of a command that Ctrl-C or SIGTERM has ended
@@ -92,6 +97,8 @@ def run_main(
 
     def parse(argv: Sequence[str]) -> Any:
         with user_errors():
+            # In place, because ml_collections reads sys.argv itself.
+            sys.argv[:] = _config_first(sys.argv)
             if describe_config:
                 print_config_help(argv, describe_config)
             try:
@@ -295,13 +302,8 @@ def parse_flags(
             getattr(values[name].value, "is_locked", None)
         return main_arguments
     except flags.Error as error:
-        if _UNSET in str(error):
-            names = re.findall(r"flag (--\w+)=None", str(error))
-            raise app.UsageError(f"{' and '.join(names)}: must be given") from error
-        if isinstance(error, flags.UnrecognizedFlagError) and "." in error.flagname:
-            raise ValueError(
-                f"--{error.flagname}: no such flag; a field is written --config.FIELD=VALUE"
-            ) from error
+        if line := _describe_flag_error(error, argv, values):
+            raise app.UsageError(line) from error
         head, is_in_file, trace = str(error).partition(_IN_CONFIG_FILE)
         if not is_in_file:
             raise
@@ -349,6 +351,26 @@ def parse_flags(
         raise ValueError(_no_such_field(error, argv)) from error
 
 
+def _describe_flag_error(error: flags.Error, argv: Sequence[str], values: flags.FlagValues) -> str:
+    """Return the line for a flag that is missing, unknown or no number; else ""."""
+    if _UNSET in str(error):
+        names = re.findall(r"flag (--\w+)=None", str(error))
+        example = ", such as --workdir=runs/NAME" if "--workdir" in names else ""
+        return f"{' and '.join(names)}: must be given{example}"
+    if isinstance(error, flags.UnrecognizedFlagError):
+        name, fields = error.flagname, []
+        if "." in name:
+            return f"--{name}: no such flag; a field is written --config.FIELD=VALUE"
+        if "config" in values and _config_value(argv):
+            fields = [field for field in _load_fields(argv) if f".{field}".endswith(f".{name}")]
+        return f"--{name}: no such flag. {_nearest_field(name, fields)}" if fields else ""
+    for reason, remedy in _NO_NUMBER.items():
+        flag, is_number, value = str(error).removeprefix("flag ").partition(f": {reason}: ")
+        if is_number:
+            return f"{flag.partition('=')[0]} = {value}: {remedy}"
+    return ""
+
+
 def load_config(argv: Sequence[str]) -> Config:
     """Load the config of --config, changed by --config.FIELD; other flags do not count.
 
@@ -360,11 +382,24 @@ def load_config(argv: Sequence[str]) -> Config:
         is_value = not text.startswith("-") and re.fullmatch(r"--?config\.[^=]+", arguments[-1])
         if is_value or re.match("--?(no)?config[.=]", text):
             arguments.append(text)
+    arguments = _config_first(arguments)
     values = flags.FlagValues()  # of the config alone
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
     flags.mark_flag_as_required("config", values)
     parse_flags(arguments, values, values)
     return values["config"].value
+
+
+def _config_first(argv: Sequence[str]) -> list[str]:
+    """Return argv with --config=NAME, or --config NAME, before all other flags.
+
+    ml_collections refuses a --config.FIELD before --config.
+    """
+    for place, argument in enumerate(argv):
+        if place and re.match("--?config(=|$)", argument):
+            end = place + (1 if "=" in argument else 2)
+            return [argv[0], *argv[place:end], *argv[1:place], *argv[end:]]
+    return list(argv)
 
 
 def _find_config(argv: Sequence[str]) -> list[str]:

@@ -327,7 +327,14 @@ def test_shipped_configs_have_names(name, tmp_path, monkeypatch):
             r"^--conifg\.steps: no such flag; a field is written --config\.FIELD=VALUE$",
         ),
         (["--config=~/none.py"], r"^--config = '/.*/none\.py': no such file"),
-        (["--config={config}", "--config.steps=many"], "flag --config.steps=many: invalid"),
+        (
+            ["--config={config}", "--config.steps=many"],
+            "^--config.steps = 'many': must be a whole number$",
+        ),
+        (
+            ["--config={config}", "--config.algorithm.sigma=1e-5x"],
+            "^--config.algorithm.sigma = '1e-5x': must be a number$",
+        ),
         (["--config={config}:unknown"], "--config=.*config.py:unknown: must be one of"),
         (["--config={config}.missing"], "--config = '.*config.py.missing': no such file"),
         (
@@ -340,7 +347,12 @@ def test_shipped_configs_have_names(name, tmp_path, monkeypatch):
         (["--config=tiny", "--config.group_size=2"], "mean --config.algorithm.group_size or "),
         (["--config=/"], r"^--config = '/': is a folder; must be a file$"),
         (["--config={config}", "--cuont=2"], "Unknown command line flag 'cuont'. Did you mean"),
-        (["--config={config}", "--count=many"], "flag --count=many"),
+        (["--config={config}", "--count=many"], "--count = 'many': must be a whole"),
+        (
+            ["--config={config}", "--steps=7"],
+            r"^--steps: no such flag. Did you mean --config.steps\?$",
+        ),
+        (["--config={config}", "--sigma=7"], r"Did you mean --config.algorithm.sigma\?$"),
         (["--count=2"], "^--config: must be given$"),
     ],
 )
@@ -348,6 +360,25 @@ def test_invalid_flags_are_user_errors(arguments, message, config, capsys):
     with pytest.raises(entry.USER_ERRORS, match=message) as error:
         parse(*(argument.format(config=config) for argument in arguments))
     ended(error.value, capsys)
+
+
+def test_missing_workdir_has_an_example():
+    values = flags.FlagValues()
+    flags.DEFINE_string("workdir", None, "", flag_values=values, required=True)
+    with pytest.raises(app.UsageError, match=r"^--workdir: must be given, .* --workdir=runs/NAME$"):
+        entry.parse_flags(["program"], values, values)
+
+
+@pytest.mark.parametrize("last", [["--config=tiny"], ["--config", "tiny"]])
+def test_config_may_follow_its_fields(last, monkeypatch):
+    parsers = {}
+    monkeypatch.setattr(app, "run", lambda main, flags_parser: parsers.update(f=flags_parser))
+    monkeypatch.setattr(entry.flags, "FLAGS", values := flags.FlagValues())
+    config_flags.DEFINE_config_file("config", None, "", values)
+    monkeypatch.setattr(sys, "argv", argv := ["program", "--config.steps=4", *last])
+    assert entry.load_config(argv).steps == 4
+    entry.run_main(print, values)
+    assert parsers["f"](argv) == ["program"] and values.config.steps == 4
 
 
 @pytest.mark.parametrize(
