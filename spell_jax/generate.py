@@ -9,7 +9,8 @@ The first form prints the answers to one prompt, --samples of them. In the secon
    {"role": "questioner", "task", "documents"}, with "letter" for multiple choice and optionally
    "history" (a list of {"question", "answer"}, oldest first); {"role": "responder", "task",
    "documents", "question"}; {"role": "verifier", "question", "answer", "reference"}; or
-   {"prompt": "..."}, used unchanged. Bad lines are counted, logged with their place and skipped.
+   {"prompt": "..."}, used unchanged. "id" and "note" are copied to the output. Bad lines, and lines
+   with other fields, are counted, logged with their place and skipped.
 2. The policy is DIR/policy or --policy. DIR/config.json decides the wording of the
    prompts and how answers are read, unless --prompt_set and --extract do. Every input may be a URL.
 3. A line of the output is the input's plus, with an entry per answer, "answers" (texts; none if the

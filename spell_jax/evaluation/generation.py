@@ -8,6 +8,7 @@ fit into its context (`answer`). Each answer is parsed as its role in self-play 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
 import pathlib
 import sys
@@ -30,10 +31,14 @@ from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import memory, parsing, rules
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.prompts import ROLES, Prompts
+from spell_jax.selfplay.rules import TASKS
 
 log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
+# Fields of a request; the labels "id" and "note" are only copied to the output.
+FIELDS = ("prompt", "role", "task", "documents", "question", "answer", "reference", "history")
+FIELDS += ("letter", "id", "note")
 # Request and wording -> prompt; raises ValueError for a bad request.
 MakePrompt = Callable[[Record, Prompts], str]
 
@@ -145,6 +150,8 @@ def find_field(workdir: epath.Path | None, name: str, default: str) -> str:
 
 def make_prompt(record: Record, prompts: Prompts) -> str:
     """Make the prompt of a request; raise a ValueError that names a bad or missing field."""
+    for name in record:
+        _check_field(name)
     if "prompt" in record:
         return _text(record, "prompt")
     role = record.get("role")
@@ -153,7 +160,9 @@ def make_prompt(record: Record, prompts: Prompts) -> str:
     if role == "verifier":
         fields = (_text(record, name) for name in ("question", "answer", "reference"))
         return prompts.verifier(*fields)
-    task, documents = _text(record, "task"), record.get("documents")
+    task, documents = record.get("task"), record.get("documents")
+    if task not in TASKS:
+        raise ValueError(f"task = {task!r}: must be one of {', '.join(TASKS)}")
     if not isinstance(documents, list) or not all(isinstance(text, str) for text in documents):
         raise ValueError(f"documents = {documents!r}: must be a list of texts")
     if role == "responder":
@@ -164,6 +173,16 @@ def make_prompt(record: Record, prompts: Prompts) -> str:
     # The prompt shows the questions and answers of past entries, and not their documents.
     entries = [memory.Entry((), _text(past, "question"), _text(past, "answer")) for past in history]
     return prompts.questioner(task, documents, entries, record.get("letter"))
+
+
+def _check_field(name: str) -> None:
+    if name not in FIELDS:
+        close_names = difflib.get_close_matches(name, FIELDS, 1)
+        hint = f"did you mean {close_names[0]}? It " if close_names else ""
+        raise ValueError(
+            f"{name[:50]}: unknown field; {hint}must be one of {', '.join(FIELDS)}; options of "
+            "sampling are flags"
+        )
 
 
 def _text(record: Record, name: str) -> str:

@@ -215,6 +215,9 @@ def _parse_line(number: int, line: bytes | str) -> JsonLine:
     except (ValueError, RecursionError) as error:
         data = line if isinstance(line, bytes) else line.encode(errors="replace")
         problem = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            # The text's own line would contradict the line of the file, of which it is a part.
+            problem = f"{error.msg} at character {error.pos + 1}; must be one JSON value per line"
         if b"\0" in data:
             problem = "has NUL bytes, as UTF-16 and damaged files do; must be UTF-8"
         elif b"\r" in data.strip():

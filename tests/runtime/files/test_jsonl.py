@@ -171,6 +171,10 @@ def test_a_small_compressed_file_of_millions_of_lines_ends_early(
         ('{"a": 1}\n'.encode("utf-16-le"), "line 1: has NUL bytes"),
         (b"\0" * 9, "line 1: has NUL bytes"),
         (b'{"a": 1}\r{"a": 2}\r', "line 1: Extra data.*this one has carriage returns"),
+        (
+            b'\n{"a": 1 "b": 2}\n',
+            r"line 2: Expecting ',' delimiter at character 9; must be one JSON value per line\)$",
+        ),
         (b"\n{}\n", "line 2: must be a whole number"),
         (b"", "none of its 0 lines is a number$"),
     ],
