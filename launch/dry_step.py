@@ -85,7 +85,7 @@ def check(config: Config, work: Workload) -> AlgorithmConfig:
     if registry.ALGORITHMS[algorithm.name].write_replies is None:
         raise ValueError(
             f"algorithm.name = {algorithm.name!r}: must have write_replies in its AlgorithmSpec, "
-            "for --time"
+            "the function that writes what the models would reply, for --time"
         )
     _document_characters(algorithm.load_prompts(), work)
     return algorithm
@@ -107,7 +107,8 @@ def run_step(config: Config, sampler: Sampler, work: Workload, seed: int = 0) ->
     dry_sampler = DrySampler(*sizes, writer.write, sampler.policy.mean_pairs)
     model = TextSampler(cast(Any, dry_sampler), cast(Any, DryTokenizer()))
     worker = RolloutWorker(model, jax.random.key(config.seed))
-    algorithm = spec.make(algorithm_config, _make_context(config, algorithm_config, spec, work))
+    context = _make_context(config, algorithm_config, spec, work)
+    algorithm = registry.make_algorithm(algorithm_config, context)
     worker.start_step(1, {name: {} for name in ("policy", *algorithm.model_names)})
     key = config.seed, 1
     episodes = algorithm.rollout(worker, key, 1)

@@ -330,7 +330,22 @@ class MemoryPlan:
             except ValueError:  # rows or buckets do not divide over the changed mesh
                 continue
             if tried.worst.total < self.worst.total:
-                yield " ".join(f"--config.{name}={value}" for name, value in fields.items()), tried
+                yield _as_flags(fields), tried
+
+    def combined(self) -> tuple[str, MemoryPlan]:
+        """Return (flags, plan) of changes made together, until all fits or none helps any more."""
+        plan, kept = self, {}
+        # Twice: a change of one program helps only once no other program needs more memory.
+        for fields in 2 * [*self._options()]:
+            if plan.fits:
+                break
+            try:
+                tried = plan.changed(fields)
+            except ValueError:  # as in `helpful`
+                continue
+            if tried.worst.total < plan.worst.total:
+                plan, kept = tried, kept | fields
+        return _as_flags(kept), plan
 
     def _options(self) -> Iterator[dict[str, Any]]:
         c = self.config
@@ -367,6 +382,10 @@ class MemoryPlan:
             yield {"staleness": c.staleness - 1}
         if c.mesh.transfer == "overlapped":
             yield {"mesh.transfer": "in_place", "staleness": 1}
+
+
+def _as_flags(fields: Mapping[str, Any]) -> str:
+    return " ".join(f"--config.{name}={value}" for name, value in fields.items())
 
 
 def _moves(field: str, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:

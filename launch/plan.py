@@ -49,17 +49,24 @@ def describe_plan(plan: MemoryPlan) -> str:
         "",
     ]
     if plan.topology.hbm == topologies.ANY_MEMORY:
-        lines.append(f"How much memory {plan.topology.name} has is unknown (--memory_gib).")
+        lines.append(f"How much memory {plan.topology.name} has is unknown; give --memory_gib=GIB.")
         return "\n".join(lines)
     if plan.fits:
         lines.append("All fits. The largest batches that do:")
         lines += [f"  --config.{name}={tokens}" for name, tokens in plan.largest().items()]
         return "\n".join(lines)
     lines.append("It does not fit. What would help, one change at a time (its largest total):")
-    for flag, tried in plan.helpful():
+    helpful = [*plan.helpful()]
+    for flag, tried in helpful:
         fits = "fits" if tried.fits else ""
         lines.append(f"  {flag:60} {tried.worst.total / GIB:8.2f}  {fits}".rstrip())
-    return "\n".join([*lines, "  or a larger slice"])
+    if helpful and not any(tried.fits for _, tried in helpful):
+        flag, tried = plan.combined()
+        result = "fits" if tried.fits else "is still too much"
+        lines += [f"  together ({tried.worst.total / GIB:.2f}, {result}):", f"    {flag}"]
+    return "\n".join(
+        [*lines, f"  or {'a larger slice' if plan.topology.accelerator else 'more devices'}"]
+    )
 
 
 # Flags: fields of Workload.

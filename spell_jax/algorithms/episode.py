@@ -226,9 +226,13 @@ def responder_groups(
 
     `to_advantages` maps a group's scores [G] to advantages [G] (AlgorithmConfig.to_advantages).
     If algorithm.truncated = "drop" leaves one answer, it has nothing to compare with: no group.
+    ValueError if an episode has not as many scores as answers.
     """
     groups, annotations = [], []
     for e in episodes:
+        if e.response and e.scores and len(e.scores) != len(e.response.samples):
+            count = len(e.response.samples)
+            raise ValueError(f"scores: {len(e.scores)} of them, but {count} samples, must be equal")
         # Equal rewards have advantages of 0. Such groups give no gradient, but with keep_equal the
         # loss is averaged over them too.
         if e.response is None or not (e.mixed or (keep_equal and len(e.scores) > 1)):

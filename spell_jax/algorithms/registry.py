@@ -161,6 +161,19 @@ def find_evaluation(config: AlgorithmConfig) -> MakeEvaluation:
     return ALGORITHMS[config.name].evaluate
 
 
+def make_algorithm(config: AlgorithmConfig, context: AlgorithmContext) -> Algorithm:
+    """Make the algorithm of a config; ValueError if its class lacks a part of the interface."""
+    algorithm = ALGORITHMS[config.name].make(config, context)
+    names = [name for name in vars(Algorithm) if not name.startswith("_")]
+    # A run would find some of them missing only when it resumes.
+    if missing := [name for name in names if not hasattr(algorithm, name)]:
+        raise ValueError(
+            f"algorithm.name = {config.name!r}: {type(algorithm).__name__} must have "
+            f"{', '.join(missing)} (algorithms/base.py)"
+        )
+    return algorithm
+
+
 def check_inputs(config: AlgorithmConfig, data: DataConfig) -> None:
     """Raise ValueError if the algorithm does not take the kind of data in the config."""
     inputs = ALGORITHMS[config.name].inputs

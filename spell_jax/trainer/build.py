@@ -113,7 +113,7 @@ def make_algorithm(
     """Make the algorithm and its held-out evaluation; ValueError if fields do not fit the data."""
     algorithm = config.algorithm
     evaluation = registry.find_evaluation(algorithm)(algorithm, context, config.data)
-    return registry.ALGORITHMS[algorithm.name].make(algorithm, context), evaluation
+    return registry.make_algorithm(algorithm, context), evaluation
 
 
 def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:

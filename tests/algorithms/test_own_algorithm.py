@@ -23,7 +23,7 @@ from ml_collections import ConfigDict, config_flags
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key
 from spell_jax.algorithms.config import AlgorithmConfig
-from spell_jax.algorithms.episode import QuestionEpisode
+from spell_jax.algorithms.episode import QuestionEpisode, responder_groups
 from spell_jax.config import default_config, extra_model
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.samples import Sample
@@ -190,6 +190,22 @@ def test_config_file_of_the_page_registers_its_algorithm_whenever_it_is_loaded(c
     assert "\ntrained  an unknown number of groups\n" in text
     with pytest.raises(ValueError, match=r"^algorithm\.name = 'counting': must have write_replies"):
         dry_step.check(first, dry_step.Workload(128, 9, 3))
+
+
+def test_missing_method_is_named_before_the_run(config_file, counting, monkeypatch):
+    monkeypatch.delattr(counting.Counting, "load_state_dict")
+    monkeypatch.delattr(counting.Counting, "metrics")
+    line = "algorithm.name = 'counting': Counting must have metrics, load_state_dict ("
+    mistakes = check.check(load(config_file)).mistakes
+    assert [mistake.startswith(line) for mistake in mistakes] == [True]
+
+
+def test_scores_that_are_no_equal_number_are_named(counting):
+    samples = [Sample(np.ones(1), np.ones(1), True)] * 2
+    reply, cluster = Reply((1,), samples, ("3", "4")), Cluster("c", ("a",))
+    episode = QuestionEpisode("counting", cluster, response=reply, scores=(1.0, 0.0, 1.0))
+    with pytest.raises(ValueError, match="^scores: 3 of them, but 2 samples, must be equal$"):
+        responder_groups([episode], counting.CountingConfig().to_advantages)
 
 
 def test_evaluation_of_the_page_scores_held_out_texts(config_file, policy):

@@ -75,7 +75,10 @@ def test_prompts_equal_those_of_self_play() -> None:
         ({"task": None}, "^task = None: must be one of general_qa, "),
         ({"task": ["general_qa"]}, r"^task = \['general_qa'\]: must be one of "),
         ({"task": "essay"}, "^task = 'essay': must be one of general_qa, "),
-        ({"document": ["a"]}, r"^document: unknown field; did you mean documents\? It must be one "),
+        (
+            {"document": ["a"]},
+            r"^document: unknown field; did you mean documents\? It must be one ",
+        ),
         ({"n": 4}, "^n: unknown field; must be one of prompt, role, .*; options of sampling are "),
         ({"prompt": "a", "temperature": 0}, "^temperature: unknown field"),
         ({"documents": "Rome"}, "documents = 'Rome'"),

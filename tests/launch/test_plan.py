@@ -20,6 +20,7 @@ from spell_jax.launch.topologies import GIB
 from spell_jax.learner import packing
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.config import flat
 from tests import noise
 from tests.paths import ROOT
 
@@ -186,6 +187,25 @@ def test_oversized_plan_suggests_config_changes() -> None:
     )
 
 
+def test_changes_that_fit_only_together_are_combined(monkeypatch) -> None:
+    small = dataclasses.replace(QWEN, layers=4)
+    monkeypatch.setitem(POLICIES, "small", ("qwen2.5-7b-instruct", small))
+    pool = {"sampler.kv_cache_tokens": 2**23}
+    memory_plan = _plan("small", "16K", "v5e-4", "mesh.fsdp=4", **pool)
+    assert not any(tried.fits for _, tried in memory_plan.helpful())
+    flags, together = memory_plan.combined()
+    assert together.fits and together.config.sampler.kv_cache_tokens < 2**23
+    fields = dict(flag.removeprefix("--config.").split("=") for flag in flags.split())
+    assert {*fields} >= {"optimizer.offload", "mesh.context"}
+    combined = dict(flat(together.config.to_dict()))
+    assert {field: str(combined[field]) for field in fields} == fields
+    text = plan.describe_plan(memory_plan)
+    total = f"{together.worst.total / GIB:.2f}"
+    assert text.endswith(f"\n  together ({total}, fits):\n    {flags}\n  or a larger slice")
+    on_gpu = plan.describe_plan(_plan("Qwen2.5-7B", "16K", "h100:1", ""))
+    assert "is still too much" in on_gpu and on_gpu.endswith("\n  or more devices")
+
+
 @pytest.mark.slow
 def test_largest_batches_fit_and_one_more_row_does_not() -> None:
     memory_plan = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8 mesh.fsdp=2")
@@ -209,7 +229,7 @@ def test_unknown_memory_is_said_and_nothing_is_compared() -> None:
     memory_plan = _plan("Qwen2.5-7B", "16K", "gpu:8", "mesh.fsdp=8")
     text = plan.describe_plan(memory_plan)
     assert memory_plan.fits and "unknown memory" in text
-    assert text.endswith("\nHow much memory gpu:8 has is unknown (--memory_gib).")
+    assert text.endswith("\nHow much memory gpu:8 has is unknown; give --memory_gib=GIB.")
 
 
 def test_rows_longer_than_the_configured_budget_are_planned() -> None:

@@ -49,7 +49,8 @@ def test_accelerator_name_and_hbm_size_of_a_slice():
         ("", ""),
         ("v5e:4x4", "v5e-4 or v5e-64"),
         ("h100:0", "h100:8 or .*"),
-        ("h100", "h100:8 or .*"),
+        ("h100", "h100:1"),
+        ("4090", "rtx4090:1"),
         ("cpu:1234567", ""),
     ],
 )
