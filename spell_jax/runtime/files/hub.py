@@ -26,7 +26,8 @@ from spell_jax.runtime.urls import FetchError
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-FORM = "hf://OWNER/NAME[@REVISION][/PATH]"
+_TARGET_FORM = "hf://OWNER/NAME"
+FORM = f"{_TARGET_FORM}[@REVISION][/PATH]"
 # Files of a model, besides its weights. Other formats of the weights (.bin, .gguf, .onnx, Mistral's
 # consolidated.safetensors) are as large again, and not read.
 _SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
@@ -39,10 +40,12 @@ POLICY_FILES = (
     *("tokenizer.model", "tokenization_sentencepiece_bpe.py", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
+# An empty part, "." or ".." could name a file outside of the repository's folder.
+_PART = r"(?!\.{1,2}(?:/|\Z))[^/\n]+"
 # Pull requests have revisions with slashes.
 _URL = re.compile(
     r"hf://(?P<name>[^/@\s]+/[^/@\s]+)(?:@(?P<revision>refs/pr/\d+|[^/@\s]+))?"
-    r"(?:/(?P<path>.*[^/]))?/*"
+    rf"(?:/(?P<path>{_PART}(?:/{_PART})*))?/*"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Not models: fsspec reads them, with huggingface_hub.
@@ -71,7 +74,7 @@ class Repository:
         """Parse a URL, without slashes at its end; ValueError if it has another form."""
         match = _URL.fullmatch(url)
         if not match:
-            raise ValueError(f"{url}: must be {FORM}")
+            raise ValueError(f"{url}: must be {FORM}, where no part of PATH is empty, '.' or '..'")
         return cls(url.rstrip("/"), match["name"], match["revision"] or "", match["path"] or "")
 
     @property
@@ -157,13 +160,21 @@ def pin(url: str) -> str:
 def check_target(url: str) -> None:
     """Check, before the work, that `push` can take a URL and that the Hub accepts the user's token.
 
-    ValueError if the URL is not hf://OWNER/NAME; FetchError if the Hub refuses the token or cannot
-    be reached; ImportError without huggingface_hub.
+    ValueError if the URL is not hf://OWNER/NAME; FetchError if the Hub takes no such name, refuses
+    the token or cannot be reached; ImportError without huggingface_hub.
     """
     match = _URL.fullmatch(url)
     if not match or match["revision"] or match["path"] or not is_model(url):
-        raise ValueError(f"--push = {url!r}: must be hf://OWNER/NAME")
-    _call(Repository.parse(url), lambda hub: hub.HfApi().whoami(), "written")
+        raise ValueError(f"--push = {url!r}: must be {_TARGET_FORM}")
+    repository = Repository.parse(url)
+
+    def check(hub: Any) -> None:
+        from huggingface_hub.utils import validate_repo_id
+
+        validate_repo_id(repository.name)  # whoami does not see the name
+        hub.HfApi().whoami()
+
+    _call(repository, check, "written")
 
 
 def push(folder: str | os.PathLike[str], url: str) -> str:
@@ -236,14 +247,16 @@ def _explain(repository: Repository, error: Exception, verb: str) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"there is no such repository, or it is private; check the name, or {_LOG_IN}"
     if isinstance(error, errors.RevisionNotFoundError):
+        # The first slash ends a revision: of feature/x, only feature is looked for.
+        hint = "; of a branch with slashes in its name, give the commit" if repository.path else ""
         return (
             f"has no revision {repository.revision or 'main'!r}; must be a branch, a tag or a "
-            f"whole commit of {page}"
+            f"whole commit of {page}{hint}"
         )
     if isinstance(error, errors.LocalTokenNotFoundError):
         return f"cannot be {verb} without a token; {_LOG_IN}"
     if isinstance(error, errors.HFValidationError):
-        return f"must be {FORM} ({text})"
+        return f"must be {FORM if verb == 'read' else _TARGET_FORM} ({text})"
     if status in (401, 403):
         return f"the access is refused ({text}); {_LOG_IN} as a user who may do this"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):

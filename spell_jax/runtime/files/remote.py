@@ -91,7 +91,9 @@ def fetch(url: str | os.PathLike[str], *, with_weights: bool = True) -> pathlib.
     """
     if not paths.is_remote(url):
         return pathlib.Path(paths.expand_home(url))
-    return cached_copy(os.fspath(url).rstrip("/"), with_weights)
+    name = os.fspath(url).rstrip("/")
+    # Without its slashes, hf:// would be no URL of the Hub, which says what is missing.
+    return cached_copy("hf://" if name == "hf:" else name, with_weights)
 
 
 # functools.cache tells a default from the same value written out, and a keyword from a position:

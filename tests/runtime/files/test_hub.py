@@ -6,6 +6,7 @@ huggingface_hub talks to a server in this process (fake_hub.py).
 from __future__ import annotations
 
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
 
@@ -146,11 +147,14 @@ def test_without_the_package_the_command_is_named(fake, monkeypatch):
 MISTAKES = {
     "hf://own/none": "there is no such repository, or it is private; check the name, or log in",
     f"{URL}@v9": "has no revision 'v9'; must be a branch, a tag or a whole commit",
+    f"{URL}@feature/x": "has no revision 'feature'; .*; of a branch with slashes in its name, give",
     f"{URL}@{OTHER_COMMIT}": f"has no revision '{OTHER_COMMIT}'; must be",
     f"{URL}/none": "there is no such file or folder; check the name",
     "hf://own/gated": r"is gated; accept its terms at https://huggingface.co/own/gated, then log",
     "hf://own/bin": "has no .safetensors files, which hold weights",
+    "hf://": r"must be hf://OWNER/NAME\[@REVISION\]\[/PATH\]",
     "hf://gpt2": r"must be hf://OWNER/NAME\[@REVISION\]\[/PATH\]",
+    f"{URL}//tmp/x": "must be .* where no part of PATH is empty, '.' or '..'",
     "hf://o--wn/tiny": r"must be hf://OWNER/NAME.* \(HFValidationError",
 }
 
@@ -167,6 +171,18 @@ def test_mistakes_end_with_one_line(fake, capsys, url):
         remote.fetch(url)
     assert ended.value.code == entry.EXIT_CODE
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {url}: ")
+
+
+@pytest.mark.parametrize("path", ["/{}", "..", "../..", "sub/../sub", "a//b", "./a", "a/."])
+def test_path_stays_in_its_repository(fake, tmp_path, path):
+    url = f"{URL}/{path.format(tmp_path)}"
+    for read in (remote.fetch, hub.fetch, hub.pin):
+        with pytest.raises(
+            ValueError, match=rf"^{re.escape(url)}: must be hf://.* '\.' or '\.\.'$"
+        ):
+            read(url)
+    assert hub.keep_commit(URL, f"{URL}@{OTHER_COMMIT}/{path}") == URL
+    assert hub.Repository.parse(f"{URL}/.a/..b/c..").path == ".a/..b/c.."
 
 
 def test_bare_name_gets_a_hint():
@@ -239,3 +255,8 @@ def test_refused_push_changes_nothing_and_names_the_remedy(fake, monkeypatch):
     for url in ("hf://own/new@v1", "hf://own/new/sub", "own/new", "hf://datasets/own/rows"):
         with pytest.raises(ValueError, match=r"^--push = .* must be hf://OWNER/NAME$"):
             hub.check_target(url)
+    for name in ("..", "--", "ü", "a..b", "a.git"):
+        with pytest.raises(
+            remote.FetchError, match=rf"^hf://own/{name}: must be hf://OWNER/NAME \("
+        ):
+            hub.check_target(f"hf://own/{name}")
