@@ -67,7 +67,7 @@ def read_rows(path: str | pathlib.Path) -> tuple[list[Row], int]:
     3. "text" becomes the completion of an empty prompt.
     Each message of the assistant, but for those of a prompt, becomes a row of its own. Its prompt
     has all messages before it, as when a policy is sampled. A line may also have a "role" (the name
-    of its rows in metrics) and a "task".
+    of its rows in metrics) and a "task", but no "tools", which no prompt would show.
 
     Returns (rows, number of skipped lines, each logged with file and line). FileNotFoundError
     without the file, ValueError if no line of it has rows.
@@ -77,7 +77,8 @@ def read_rows(path: str | pathlib.Path) -> tuple[list[Row], int]:
     if not file.is_file():
         names = ", ".join(map(repr, GENERATED))
         raise FileNotFoundError(
-            f"source = {str(path)!r}: must be {names}, {hooks.FORM} or a .jsonl of rows"
+            f"source = {str(path)!r}: no such file; must be {names}, {hooks.FORM} or a .jsonl of "
+            "rows"
         )
     parsed, skipped = require_records(file, parse_line, f"source = {path}", "a row")
     rows = [row for line_rows in parsed for row in line_rows]
@@ -95,6 +96,10 @@ def parse_line(record: Any) -> list[Row]:
     if not keys or (keys == ("text",) and {"prompt", "completion", "solution"} & record.keys()):
         layouts = ", or ".join(" and ".join(layout) for layout in LAYOUTS)
         raise ValueError(f"must have {layouts}; has {', '.join(record) or 'no keys'}")
+    if record.get("tools"):
+        raise ValueError(
+            "tools: no prompt shows them; remove them, or render them into a system message"
+        )
     task = str(record.get("task", ""))
     if keys == ("text",):
         return [Row("", _read_text("text", record["text"]), str(record.get("role", "text")), task)]
@@ -117,7 +122,7 @@ def parse_line(record: Any) -> list[Row]:
 def _read_text(key: str, text: Any) -> str:
     # An empty text is a mistake in the file.
     if not isinstance(text, str) or not text:
-        raise ValueError(f"{key} = {str(text)[:50]!r}: must be a text")
+        raise ValueError(f"{key} = {text!r:.50}: must be a text")
     text.encode()  # raises for lone surrogates, which no tokenizer encodes
     return text
 
@@ -127,7 +132,8 @@ def _read_turns(key: str, value: Any, role: str) -> list[dict[str, str]]:
     if isinstance(value, str) and key != "messages":
         return [{"role": role, "content": _read_text(key, value)}]
     if not isinstance(value, list):
-        raise ValueError(f"{key} = {str(value)[:50]!r}: must be a list of role and content")
+        kinds = "a list of messages" if key == "messages" else "a text or a list of messages"
+        raise ValueError(f"{key} = {value!r:.50}: must be {kinds}")
     turns = chats.read_messages(value)
     for turn in turns:
         for name, text in turn.items():

@@ -39,6 +39,7 @@ BAD_LINES = [
     '{"prompt": "p", "completion": ""}',
     '{"prompt": 3, "completion": "c"}',
     '{"prompt": "p", "completion": "\\ud800"}',
+    '{"prompt": "p", "completion": "c", "tools": [{"name": "add"}]}',
     "[" * 100_000,
 ]
 
@@ -74,6 +75,7 @@ THOUGHT_TEXT = "<think>\nit is\n</think>\n\nyes"
     [
         ({"prompt": "a", "solution": "b"}, [Row("a", "b", "row", "")]),
         ({"prompt": "a", "completion": "b", "solution": "c"}, [Row("a", "b", "row", "")]),
+        ({"prompt": "a", "completion": "b", "tools": []}, [Row("a", "b", "row", "")]),
         ({"prompt": "a", "messages": [ASK, ANSWER]}, [Row("city?", "Oslo", "row", "")]),
         ({"prompt": [ASK], "completion": [ANSWER]}, [Row("city?", "Oslo", "row", "")]),
         (
@@ -103,7 +105,13 @@ def test_layouts_of_a_line(record, rows):
         ({}, "must have prompt and completion, .* or text; has no keys"),
         ({"prompt": "a", "chosen": "b"}, "or messages, or text; has prompt, chosen$"),
         ({"prompt": "a", "text": "b"}, "or messages, or text; has prompt, text$"),
-        ({"messages": "a"}, "messages = 'a': must be a list of role and content"),
+        ({"messages": "a"}, "messages = 'a': must be a list of messages$"),
+        ({"prompt": 3, "completion": "b"}, "prompt = 3: must be a text or a list of messages$"),
+        ({"text": ["a"]}, r"text = \['a'\]: must be a text$"),
+        (
+            {"messages": [ASK, ANSWER], "tools": [{"name": "a"}]},
+            "^tools: .*; remove .* a system message$",
+        ),
         ({"messages": []}, "messages: there are none"),
         ({"messages": [ASK]}, "messages: must end with a message of the assistant"),
         ({"messages": [ANSWER]}, "each message of the assistant must follow the user's"),
@@ -145,7 +153,7 @@ def test_missing_file_or_file_without_rows_is_rejected(tmp_path):
     path.write_text("no\n")
     with pytest.raises(ValueError, match=r"source = .*rows\.jsonl: none of its 1 lines is a row"):
         tuning_rows.read_rows(path)
-    with pytest.raises(FileNotFoundError, match=r"source = '.*absent\.jsonl': must be"):
+    with pytest.raises(FileNotFoundError, match=r"source = '.*absent\.jsonl': no such file; must"):
         tuning_rows.read_rows(tmp_path / "absent.jsonl")
 
 
