@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from spell_jax.runtime.files import durable, remote
 
 MODEL_FILE = "tokenizer.model"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
+LONGEST_TEXT = 1 << 16  # bytes of a text that trains a tokenizer
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -154,32 +156,50 @@ def train(
     """Train a BPE SentencePiece model with byte fallback and at most `vocab_size` pieces.
 
     Each of `symbols` is always a single piece, wherever it occurs. The model is lossless on any
-    text, except that SentencePiece reads U+2581 as a space.
+    text, except that SentencePiece reads U+2581 as a space. Texts of more than LONGEST_TEXT bytes
+    are skipped. ValueError if no text is left, or SentencePiece refuses the size or the texts.
     """
+    texts, sizes = iter(texts), []
+    # SentencePiece skips such texts too, but fails with a message about its own code if all are.
+    for first in texts:
+        sizes.append(len(first.encode()))
+        if 0 < sizes[-1] <= LONGEST_TEXT:
+            break
+    else:
+        raise ValueError(
+            f"a new tokenizer is trained on texts of 1 to {LONGEST_TEXT} bytes, the shortest here "
+            f"has {min(sizes, default=0)}; cut the texts, or name a tokenizer that exists"
+        )
     # Lossless: no normalization, white space as it is, bytes for rare characters. One thread: equal
     # texts give equal models.
     out = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
-        model_writer=out,
-        model_type="bpe",
-        vocab_size=vocab_size,
-        hard_vocab_limit=False,
-        character_coverage=0.9995,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=False,
-        split_digits=False,
-        allow_whitespace_only_pieces=True,
-        pad_id=0,
-        eos_id=1,
-        unk_id=2,
-        bos_id=-1,
-        control_symbols=[USER, ASSISTANT],
-        user_defined_symbols=list(dict.fromkeys(symbols)),
-        max_sentence_length=1 << 16,
-        num_threads=1,
-        minloglevel=2,
-    )
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=itertools.chain([first], texts),
+            model_writer=out,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            character_coverage=0.9995,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            split_digits=False,
+            allow_whitespace_only_pieces=True,
+            pad_id=0,
+            eos_id=1,
+            unk_id=2,
+            bos_id=-1,
+            control_symbols=[USER, ASSISTANT],
+            user_defined_symbols=list(dict.fromkeys(symbols)),
+            max_sentence_length=LONGEST_TEXT,
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"no tokenizer of {vocab_size} pieces can be trained on the texts ({error}); choose "
+            "another size or other texts"
+        ) from error
     return SentencePieceTokenizer(out.getvalue())

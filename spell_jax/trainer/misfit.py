@@ -19,6 +19,8 @@ _SHAPES = (
     *("lora_rank", "lora_pattern", "base_dtype", "vocab_size", "width", "layers", "heads"),
     *("kv_heads", "head_size", "feed_forward"),
 )
+# Those that choose the rows of supervised tuning:
+_ROWS = ("source", "prompts", "seed")
 # All others: which models and optimizers there are.
 _MODELS = (
     *("algorithm.name", "algorithm.reader.source", "optimizer.name", "loss.objective"),
@@ -46,7 +48,8 @@ def naming_changes(
         folders = [f"{model}.{field}" for model in models for field in _FOLDERS]
         if resumes:
             optimizers = [f"{model}.optimizer.name" for model in models]
-            lines = _of_fields(lines, (*shapes, *folders, *_MODELS, *optimizers))
+            rows = _vocabulary_fields(fields)
+            lines = _of_fields(lines, (*shapes, *folders, *rows, *_MODELS, *optimizers))
         else:
             lines = _of_fields(lines, shapes) or _of_fields(lines, folders)
         if not lines:
@@ -57,6 +60,21 @@ def naming_changes(
             f"({error.first})",
             error.first,
         ) from error
+
+
+def check_vocabulary(fields: Mapping[str, Any], workdir: epath.Path) -> None:
+    """Raise MisfitError if a vocabulary is trained on other rows than in the run of `workdir`.
+
+    A vocabulary of the same size gives tensors of the same shapes, whose rows are other tokens.
+    """
+    if _of_fields(changes(fields, setup.saved_config(workdir)), _vocabulary_fields(fields)):
+        reason = "the vocabulary is trained on the rows"
+        raise MisfitError(f"{workdir}: the checkpoints do not fit: {reason}", reason)
+
+
+def _vocabulary_fields(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the fields of the rows that a vocabulary is trained on; () if none is trained."""
+    return () if any(fields["policy"].get(name) for name in _FOLDERS) else _ROWS
 
 
 def _of_fields(lines: Sequence[str], fields: Sequence[str]) -> list[str]:

@@ -22,19 +22,21 @@ from spell_jax.config import SupervisedConfig, read_supervised, settle_dtypes
 from spell_jax.learner import non_finite, update
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
+from spell_jax.learner.trees import TokenCounts
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model, shape_policy
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.question_sets import tiny_world_rows, tuning_rows
+from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, plain, section
 from spell_jax.runtime.files import paths, workdir_lock
 from spell_jax.runtime.files.checkpoint import Checkpoints
 from spell_jax.runtime.log.metrics import Metrics
 from spell_jax.selfplay.prompts import ROLES
 from spell_jax.trainer import commits
-from spell_jax.trainer.misfit import naming_changes
+from spell_jax.trainer.misfit import check_vocabulary, naming_changes
 from spell_jax.trainer.run_files import RunFiles
 from spell_jax.trainer.state import HostState, States, freeze_base, load_weights
 
@@ -60,7 +62,11 @@ def make_policy(
         rows = rows or tuning_rows.open_rows(config.source, config.prompts, config.seed)
         first_rows = itertools.islice(rows.start(0), TOKENIZER_ROWS)
         texts = (row.prompt + row.completion for row in first_rows)
-        tokenizer = tokenizers.train(texts, config.policy.vocab_size, tiny_world_rows.SYMBOLS)
+        try:
+            tokenizer = tokenizers.train(texts, config.policy.vocab_size, tiny_world_rows.SYMBOLS)
+        except ValueError as error:
+            fields = f"source = {config.source!r}, policy.vocab_size = {config.policy.vocab_size}"
+            raise ValueError(f"{fields}: {error}") from error
     # A tokenizer may leave ids without a token; the head must give them no probability.
     policy = config.policy.architecture(tokenizer.vocab_size)
     policy = dataclasses.replace(policy, unused_ids=tokenizer.gaps)
@@ -92,6 +98,7 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
     base, policy, tokenizer = make_policy(config, rows)
     tuning_rows.check_chats(rows.file_rows, tokenizer)
     learner = make_learner(config, policy)
+    _check_fit(config, rows, learner, tokenizer)
     paths.make_workdir(workdir)
     folder = workdir / "policy"
     with workdir_lock.locked(workdir):
@@ -99,6 +106,29 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
             state = _tune(config, rows, learner, base, tokenizer, files)
         weights.save(folder, *learner.export(state.params), tokenizer)
     return folder
+
+
+def _check_fit(
+    config: SupervisedConfig, rows: tuning_rows.RowStream, learner: Learner, tokenizer: Tokenizer
+) -> None:
+    """Raise ValueError if no row of the run fits a packed row: nothing would be trained."""
+    largest = config.packing.largest(meshes.context_shards(learner.mesh)).size
+    num_rows = config.steps * config.rows_per_step
+    # Each row of a file comes once in the first epoch.
+    num_rows = min(num_rows, len(rows.file_rows) or num_rows)
+    sizes: list[TokenCounts] = []
+    for row in itertools.islice(rows.start(0), num_rows):
+        sizes.append(tuning_rows.to_group(row, tokenizer).size)
+        if sizes[-1].fits(largest):
+            return
+    shortest = min(sizes, key=lambda size: (size.tokens, size.answers))
+    budget = f"packing.token_budget = {config.packing.token_budget}"
+    raise ValueError(
+        f"{'packing.buckets' if config.packing.listed else budget}: no row of source = "
+        f"{config.source!r} fits; a row may have {largest.tokens} tokens, {largest.answers} of "
+        f"them of its completion, and the shortest has {shortest.tokens}, {shortest.answers} of "
+        "them of its completion"
+    )
 
 
 def _tune(
@@ -147,7 +177,9 @@ def _restore_or_init(
     if step:
         if base:
             freeze_base(learner, base)
-        with naming_changes(plain(section(config)), checkpoints.workdir):
+        fields = plain(section(config))
+        with naming_changes(fields, checkpoints.workdir):
+            check_vocabulary(fields, checkpoints.workdir)
             arrays, saved = checkpoints.restore(step, {"policy": learner.fns.abstract_state})
         return arrays["policy"], step, HostState.from_json(saved, f"checkpoint of step {step}")
     first = load_weights(base, learner) if base else jax.random.key(config.seed)

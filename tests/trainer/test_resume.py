@@ -99,7 +99,8 @@ TENSOR = "policy/params/a: wanted, not in the checkpoint"
         (["loss.kl_weight", "judge.folder", "judge.optimizer.name"], True, [0, 1, 2]),
         (["algorithm.reader.source", "algorithm.verifier.source"], True, [0]),
         (["source", "policy.tokenizer", "policy.layers"], True, [1, 2]),
-        (["source", "data.source", "judge.name"], True, []),
+        (["source", "seed", "data.source"], True, [0, 1]),
+        (["data.source", "judge.name"], True, []),
     ],
 )
 def test_only_fields_that_shape_the_tensors_are_named(changed, resumes, named, tmp_path) -> None:

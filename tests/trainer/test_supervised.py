@@ -31,6 +31,7 @@ from spell_jax.policy.config import LoraConfig
 from spell_jax.question_sets import tiny_world_rows, tuning_rows
 from spell_jax.question_sets.rows import Row
 from spell_jax.runtime import entry
+from spell_jax.runtime.files.checkpoint import MisfitError
 from spell_jax.runtime.files.durable import DiskError
 from spell_jax.runtime.files.workdir_lock import locked
 from spell_jax.runtime.hosts.preemption import EXIT_CODE, Preempted
@@ -323,6 +324,64 @@ def test_rows_that_fit_no_bucket_are_counted(policy, tmp_path, caplog):
         supervised.fine_tune(small_config(policy, path, steps=3), tmp_path / "run")
     assert "3 rows were longer than packing's longest row" in caplog.text
     assert [line["train/refused_answers"] for line in read_metrics(tmp_path / "run")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("packing", "field", "longest"),
+    [
+        ({"buckets": ((16, 2), (64, 3)), "token_budget": 64}, "packing.buckets", (64, 3)),
+        ({"buckets": "auto", "token_budget": 9}, "packing.token_budget = 9", (9, 9)),
+    ],
+)
+def test_run_whose_rows_all_fit_no_row_is_refused(
+    packing, field, longest, policy, source, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Learner, "compile", lambda *_: pytest.fail("too late"))
+    tokenizer = tokenizers.load(policy)
+    sizes = [tuning_rows.to_group(Row(*row.values(), "", ""), tokenizer).size for row in ROWS]
+    shortest = min(sizes, key=lambda size: size.tokens)
+    config = small_config(policy, source)
+    config.packing.update(packing)
+    with pytest.raises(ValueError) as raised:
+        supervised.fine_tune(config, tmp_path / "run")
+    assert str(raised.value) == (
+        f"{field}: no row of source = {str(source)!r} fits; a row may have {longest[0]} tokens, "
+        f"{longest[1]} of them of its completion, and the shortest has {shortest.tokens}, "
+        f"{shortest.answers} of them of its completion"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_that_train_no_tokenizer_are_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    config = small_config("", path)
+    config.policy.vocab_size = 270
+    messages = {
+        "a b " * 20_000: "a new tokenizer is trained .* the shortest here has 80000; cut the texts",
+        "a b c": "no tokenizer of 270 pieces can be trained on the texts .*; choose another size",
+    }
+    for text, message in messages.items():
+        path.write_text(json.dumps({"text": text}) + "\n")
+        fields = f"^source = '{path}', policy\\.vocab_size = 270: "
+        with pytest.raises(ValueError, match=fields + message):
+            supervised.fine_tune(config, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_resume_with_another_vocabulary_of_the_same_size_names_the_source(source, tmp_path):
+    def config(source: pathlib.Path, steps: int) -> ConfigDict:
+        config = small_config("", source, steps=steps, checkpoint_every=100)
+        config.policy.update(vocab_size=320, layers=1, width=16, heads=1, kv_heads=1, head_size=16)
+        return config
+
+    supervised.fine_tune(config(source, 3), tmp_path / "run")
+    new_source = tmp_path / "new.jsonl"
+    new_source.write_text(json.dumps(ROWS[0] | {"completion": "the quick brown fox"}) + "\n")
+    message = (
+        f"^source = '{new_source}': was '{source}' in the run of .* run in another workdir.*rows"
+    )
+    with pytest.raises(MisfitError, match=message):
+        supervised.fine_tune(config(new_source, 4), tmp_path / "run")
 
 
 def test_rows_that_train_a_tokenizer_are_read_once(monkeypatch, tmp_path, caplog):
