@@ -7,11 +7,14 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from spell_jax.algorithms.base import AlgorithmContext
 from spell_jax.data.config import DataConfig
 from spell_jax.data.questions import Question
 from spell_jax.rollout.replies import AskModels
 from spell_jax.runtime import intervals
+from spell_jax.runtime.finite import is_finite
 from spell_jax.runtime.intervals import Estimate
 from spell_jax.selfplay import rules
 
@@ -136,8 +139,16 @@ def estimate_outcome(outcomes: Sequence[bool | float]) -> Estimate:
 
 
 def accuracy_by_row(tables: Tables) -> tuple[float, dict[str, float]]:
-    """Return (accuracy, numbers): the first column by row, and means of the others in row "all"."""
-    (table,) = tables.values()
+    """Return (accuracy, numbers): the first column by row, and means of the others in row "all".
+
+    ValueError if the tables are not one with a row "all".
+    """
+    table, *other_tables = tables.values() or [{}]
+    if other_tables or not table.get("all"):
+        raise ValueError(
+            f"quick evaluation: has the sections {[*tables]}; must have one, with answers in a row "
+            "'all', or HeldOut.summarize must make the score"
+        )
     accuracy, *other_measures = table["all"]
     numbers = {row: mean_outcome(columns[accuracy]) for row, columns in table.items()}
     return numbers["all"], numbers | {n: mean_outcome(table["all"][n]) for n in other_measures}
@@ -166,7 +177,10 @@ class HeldOut:
 
 
 def _hold(exams: Iterable[Exam], ask: AskModels) -> tuple[Tables, list[dict[str, Any]]]:
-    """Ask all prompts; return the tables of sections with prompts, and the recorded answers."""
+    """Ask all prompts; return the tables of sections with prompts, and the recorded answers.
+
+    ValueError for a measure that is no finite number.
+    """
     tables: Tables = {}
     answers = []
     for exam in exams:
@@ -177,6 +191,12 @@ def _hold(exams: Iterable[Exam], ask: AskModels) -> tuple[Tables, list[dict[str,
             text = "" if reply is None else reply.texts[0]
             measures = prompt.measure(text)
             table = tables.setdefault(exam.section, {row: {} for row in exam.first_rows})
+            for column, value in measures.items():
+                if not is_finite(np.asarray(value).item()):
+                    raise ValueError(
+                        f"exam {exam.section!r}: {column!r} = {value!r} for the answer "
+                        f"{text!r:.80} to the prompt {prompt.text!r:.80}; must be a finite number"
+                    )
             for row, column in itertools.product(prompt.rows, measures):
                 table.setdefault(row, {}).setdefault(column, []).append(measures[column])
             if prompt.question:

@@ -6,10 +6,20 @@ import copy
 import json
 import logging
 import pickle
+import re
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from spell_jax.algorithms.held_out import HeldOut, Share, mean_outcome, on_questions
+from spell_jax.algorithms.held_out import (
+    Exam,
+    ExamPrompt,
+    HeldOut,
+    Share,
+    mean_outcome,
+    on_questions,
+)
 from spell_jax.data.questions import Question, read_questions
 from spell_jax.runtime import intervals
 from tests.algorithms.scripted import PROMPTS, ScriptedModels
@@ -62,6 +72,37 @@ def test_the_measure_says_whether_it_is_a_share_not_its_values():
     none, half = intervals_of
     assert none["F1"] == (0.0, 0.0, 0.0) and half["F1"] == (0.5, 0.5, 0.5)  # bootstraps
     assert none["exact match"] == half["exact match"] == intervals.wilson(0.0, 4)
+
+
+@pytest.mark.parametrize("score", [True, 0.5, np.float32(0.5), jnp.float32(0.5)])
+def test_scores_may_be_numbers_of_any_kind(score):
+    prompts = [ExamPrompt(("all",), "p", lambda text: {"score": score})]
+    evaluation = HeldOut(lambda is_quick: [Exam("counting", prompts)])
+    assert evaluation.quick(ScriptedModels(lambda *_: "7"))[0] == score
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), None])
+def test_a_score_that_is_no_finite_number_is_named_with_its_exam(score):
+    prompts = [ExamPrompt(("all",), f"p{i}", lambda text: {"score": score}) for i in range(2)]
+    evaluation = HeldOut(lambda is_quick: [Exam("counting", prompts)])
+    message = (
+        f"^exam 'counting': 'score' = {score} for the answer '7' to the prompt 'p0'; must be a "
+        "finite number$"
+    )
+    for evaluate in (evaluation.full, evaluation.quick):
+        with pytest.raises(ValueError, match=message):
+            evaluate(ScriptedModels(lambda *_: "7"))
+
+
+@pytest.mark.parametrize(
+    ("sections", "row"), [([], "all"), (["a", "b"], "all"), (["a"], "general_qa")]
+)
+def test_score_without_one_table_of_all_answers_is_an_error_with_a_remedy(sections, row):
+    prompt = ExamPrompt((row,), "p", lambda text: {"score": 1.0})
+    evaluation = HeldOut(lambda is_quick: [Exam(section, [prompt]) for section in sections])
+    message = rf"^quick evaluation: has the sections {re.escape(str(sections))}; must have one"
+    with pytest.raises(ValueError, match=message):
+        evaluation.quick(ScriptedModels(lambda *_: "7"))
 
 
 def test_report_has_one_row_per_task_and_number_of_documents():
