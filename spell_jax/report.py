@@ -29,9 +29,10 @@ def main() -> None:
     arguments = parser.parse_args()
     from spell_jax.reporting import run_report  # with matplotlib, which --help does not wait for
 
-    run_report.report_runs(
-        [paths.open_folder(name) for name in arguments.workdir.split(",")], arguments.x
-    )
+    names = arguments.workdir.split(",")
+    if not all(map(str.strip, names)):
+        raise ValueError(f"--workdir = {arguments.workdir!r}: must be folders, none of them ''")
+    run_report.report_runs([paths.open_folder(name) for name in names], arguments.x)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import sys
 import pytest
 from etils import epath
 
+from spell_jax import report as report_command
 from spell_jax.reporting.episodes import Episodes
 from spell_jax.reporting.page import make_overview, write_page
 from spell_jax.reporting.panels import other_panels
@@ -142,6 +143,13 @@ def test_command_line_prints_table_and_paths(tmp_path):
     assert plots.endswith(f" plots of the page in {tmp_path}/plots")
     assert page == f"{tmp_path}/report.html"
     assert all((tmp_path / name).is_file() for name in ("plots/solve_rate.png", "report.html"))
+
+
+@pytest.mark.parametrize("workdirs", ["A,,B", "A,", " ,A"])
+def test_an_empty_name_is_no_workdir(workdirs, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["report", f"--workdir={workdirs}"])
+    with pytest.raises(ValueError, match=f"^--workdir = '{workdirs}': must be folders, none"):
+        report_command.main()
 
 
 @pytest.mark.slow
