@@ -23,6 +23,7 @@ from spell_jax.policy.choices import THINKING
 from spell_jax.rollout.replies import Reply
 from spell_jax.rollout.text_model import TextModel
 from spell_jax.runtime import entry
+from spell_jax.runtime.config import check_text
 from spell_jax.runtime.files import paths, remote
 from spell_jax.runtime.files.jsonl import read_json, require_records, write_records
 from spell_jax.runtime.files.paths import CONFIG_FILE
@@ -44,13 +45,17 @@ MakePrompt = Callable[[Record, Prompts], str]
 
 
 def check_flags(flag_values: Any) -> None:
-    """Raise UsageError unless the flags have either --prompt, or --prompts and --out."""
+    """Raise UsageError unless the flags have either --prompt, or --prompts and --out.
+
+    ValueError if --prompt is no text in UTF-8.
+    """
     if flag_values.prompt is None:
         if not flag_values.prompts or not flag_values.out:
             raise app.UsageError("--prompt, or both --prompts and --out: must be given")
         return
     if not flag_values.prompt:
         raise app.UsageError("--prompt = '': must be a text")
+    check_text(flag_values.prompt, "--prompt")
     for name in ("prompts", "out"):
         if getattr(flag_values, name):
             raise app.UsageError(f"--{name}: has no effect with --prompt, must not be given")

@@ -52,6 +52,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.stop_ids = hf_tokenizer.with_end_ids(self.stop_ids, files, folder, size, markers)
 
     def encode(self, text: str) -> list[int]:
+        text.encode()  # raises ValueError for lone surrogates
         return self._pieces.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:

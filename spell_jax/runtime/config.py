@@ -178,7 +178,7 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
             hint = hint or f"no such field, must be one of {sorted(fields)}"
             raise ValueError(f"{before}{name}: {hint}")
     for name, value in values.items():
-        values[name] = _coerce(value, hints[name], f"{before}{name}")
+        values[name] = coerce(value, hints[name], f"{before}{name}")
     for name, field in fields.items():
         required = (
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -222,6 +222,15 @@ def check_width(value: int, where: str) -> None:
         raise ValueError(f"{where} = {value}: must be a whole number from {smallest} to {largest}")
 
 
+def check_text(value: Any, where: str) -> None:
+    """Raise ValueError for a value that is no text in UTF-8; `where` is its field."""
+    try:
+        # Python has bytes of a command line that are not UTF-8 as lone surrogates.
+        value.encode()
+    except (AttributeError, UnicodeError):
+        raise ValueError(f"{where} = {value!r:.80}: must be UTF-8 text") from None
+
+
 def check_choice(fields: Any, where: str, **choices: Collection[Any]) -> None:
     """Raise ValueError for a field that is none of its choices; see check_least."""
     for name, allowed in choices.items():
@@ -253,18 +262,19 @@ def plain(config: Config) -> dict[str, Any]:
     return json.loads(config.to_json_best_effort())
 
 
-def _coerce(value: Any, hint: Any, where: str) -> Any:
+def coerce(value: Any, hint: Any, where: str) -> Any:
+    """Return a value as its type hint says; errors as in `build`. `where` is its field."""
     urls.check_secret(where, value)  # first: other messages repeat the value
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in _UNIONS:
         if isinstance(value, list | tuple):  # the tuple's own message says which part is wrong
             inner = [option for option in inner if typing.get_origin(option) is tuple] or inner
         if len(inner) == 1:
-            return _coerce(value, inner[0], where)
+            return coerce(value, inner[0], where)
         # The first type that takes the value wins, in the order of the annotation.
         for option in inner:
             with contextlib.suppress(ValueError):
-                return _coerce(value, option, where)
+                return coerce(value, option, where)
         raise ValueError(f"{where} = {value!r}: must be {_name(hint)}")
     if hasattr(value, "items") and dataclasses.is_dataclass(hint):  # a dict or a ConfigDict
         return build(typing.cast(type, hint), value, where)
@@ -278,7 +288,7 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
         if len(inner) != len(value):
             raise ValueError(f"{where} = {value!r}: must be {_name(hint)}")
         parts = enumerate(zip(value, inner, strict=True))
-        return tuple(_coerce(part, kind, f"{where}[{i}]") for i, (part, kind) in parts)
+        return tuple(coerce(part, kind, f"{where}[{i}]") for i, (part, kind) in parts)
     if sequence and dataclasses.is_dataclass(hint):
         names = [field.name for field in dataclasses.fields(hint)]
         if len(names) != len(value):

@@ -241,6 +241,8 @@ FLAGS = {"prompt": None, "prompts": None, "out": None, "mode": "roles"}
 def test_flags_name_a_prompt_or_a_file_of_prompts(flag_values: dict, message: str) -> None:
     with pytest.raises(app.UsageError, match=message):
         generation.check_flags(SimpleNamespace(**FLAGS | flag_values))
+    with pytest.raises(ValueError, match=r"^--prompt = '\\udcff': must be UTF-8 text$"):
+        generation.check_flags(SimpleNamespace(**FLAGS | {"prompt": "\udcff"}))
     generation.check_flags(SimpleNamespace(**FLAGS | {"prompt": "a"}))
     generation.check_flags(SimpleNamespace(**FLAGS | {"prompts": "in.jsonl", "out": "out.jsonl"}))
 

@@ -28,6 +28,12 @@ def test_any_text_survives_encode_and_decode(text: str) -> None:
     assert tokenizer().decode(tokenizer().encode(text)) == text
 
 
+def test_lone_surrogates_are_rejected() -> None:
+    for ask in (tokenizer().encode, tokenizer().chat, tokenizer().count):
+        with pytest.raises(ValueError, match="surrogates"):
+            ask("a\ud800")
+
+
 def test_sentencepiece_space_symbol_decodes_to_a_space() -> None:
     assert tokenizer().decode(tokenizer().encode("a\u2581b")) == "a b"
 
