@@ -12,6 +12,8 @@ as spell_jax.train does. trainer/supervised.py has the procedure.
 
 from __future__ import annotations
 
+import functools
+
 from absl import flags
 
 from spell_jax.runtime import entry
@@ -31,4 +33,5 @@ def main(_) -> None:
 if __name__ == "__main__":
     # Defined here, so that one process may import several entry points.
     train_flags.define_flags()
-    entry.run_main(main, describe_config=train_flags.describe_config)
+    describe_config = functools.partial(train_flags.describe_config, is_run=False)
+    entry.run_main(main, describe_config=describe_config)

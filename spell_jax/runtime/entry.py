@@ -84,11 +84,12 @@ class EndedError(Exception):
 def run_main(
     main: Callable[[Any], object],
     flags_parser: Callable[[Sequence[str]], Any] = flags.FLAGS,
-    describe_config: Callable[[Config, str], str] | None = None,
+    describe_config: Callable[[Config | None, str], str] | None = None,
 ) -> None:
     """Run a command with absl flags, as app.run; does not return.
 
-    `describe_config` returns the text of --help_config from the config and the name of a section.
+    `describe_config` returns the text of --help_config from the config (None without --config) and
+    the name of a section.
     """
     texts = {DEBUG: "Show a mistake's traceback.", VERSION_FLAG: "Print the version."}
     for name, text in texts.items():
@@ -120,7 +121,9 @@ def run_main(
         app.run(run, flags_parser=parse)
 
 
-def print_config_help(argv: Sequence[str], describe_config: Callable[[Config, str], str]) -> None:
+def print_config_help(
+    argv: Sequence[str], describe_config: Callable[[Config | None, str], str]
+) -> None:
     """Print the text of --help_config and exit, if argv has the flag; other flags may be missing.
 
     The section follows as --help_config=SECTION or --help_config SECTION; without it, all are told.
@@ -129,7 +132,8 @@ def print_config_help(argv: Sequence[str], describe_config: Callable[[Config, st
         flag, _, name = argument.partition("=")
         if flag in (HELP_CONFIG, HELP_CONFIG[1:]):  # absl takes one dash as well
             following = [text for text in argv[place + 1 : place + 2] if not text.startswith("-")]
-            config = load_config(argv)
+            has_config = any(re.match(r"--?(no)?config\b", text) for text in argv)
+            config = load_config(argv) if has_config else None
             print(describe_config(config, name or "".join(following)))
             sys.exit(0)
 
@@ -216,10 +220,15 @@ def _check_folders(arguments: Sequence[str]) -> None:
 
 
 def check_folder(name: str, folder: str | os.PathLike[str]) -> None:
-    """Raise ValueError if the folder of a flag or an argument `name` is empty."""
+    """Raise ValueError if a flag or an argument `name` names no folder, or no place of a run."""
+    is_path = isinstance(folder, str | os.PathLike)
+    text = os.fspath(folder) if is_path else ""
     # "" would be the current folder, and a run's files would lie among the user's own.
-    if not os.fspath(folder).strip():
-        raise ValueError(f"{name} = {os.fspath(folder)!r}: must name a folder")
+    if not text.strip() or "\0" in text:
+        raise ValueError(f"{name} = {text if is_path else folder!r}: must name a folder")
+    # A path after the comma of --workdir=A,B is not looked at.
+    if name.lstrip("-") == "workdir" and re.match(r"(?!gs:)\w+://", text):
+        raise ValueError(f"{name} = {text!r}: must be a local folder, or gs://BUCKET/PATH")
 
 
 def _missing_backend(error: BaseException) -> str:
@@ -403,7 +412,10 @@ def _config_first(argv: Sequence[str]) -> list[str]:
 
 
 def _find_config(argv: Sequence[str]) -> list[str]:
-    """Replace NAME of `--config=NAME[:ARGUMENT]` by a shipped config's path if it is no file."""
+    """Replace NAME of `--config=NAME[:ARGUMENT]` by a shipped config's path if it is no file.
+
+    ValueError if NAME is empty.
+    """
     arguments = list(argv)
     # One spelling, --config=NAME, so that the loop and later messages know only one.
     if "--config" in arguments[:-1]:  # --config NAME
@@ -412,7 +424,11 @@ def _find_config(argv: Sequence[str]) -> list[str]:
     for place, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
         name, colon, suffix = value.partition(":")
-        if flag in ("--config", "-config") and name and not os.path.exists(name):
+        if flag not in ("--config", "-config") or "=" not in argument:
+            continue
+        if not name.strip():
+            raise ValueError(_no_such_config(arguments))
+        if not os.path.exists(name):
             path = paths.shipped_configs().get(_config_name(name)) or paths.expand_home(name)
             arguments[place] = f"{flag}={path}{colon}{suffix}"
     return arguments

@@ -55,6 +55,11 @@ def describe(config: Config, name: str = "") -> str:
     return "\n\n".join(parts)
 
 
+def default(is_run: bool) -> Config:
+    """Return the default config of a run, or of supervised tuning."""
+    return default_config() if is_run else default_supervised_config()
+
+
 def _field_lines(path: str, value: Any, defaults: Mapping[str, Any], text: str) -> list[str]:
     default = defaults.get(path, value)
     changed_from = f" (default {default!r})" if default != value else ""

@@ -18,15 +18,18 @@ def define_flags() -> None:
         "help_config",
         None,
         "Print the config's fields with values, defaults and meanings; --help_config=SECTION: "
-        "those below one section.",
+        "those below one section. Without --config, of the default config.",
     )
     flags.mark_flags_as_required(["config", "workdir"])
 
 
-def describe_config(config: Config, name: str) -> str:
-    """Return the text of --help_config; `name` is a section, "" for all."""
+def describe_config(config: Config | None, name: str, *, is_run: bool = True) -> str:
+    """Return the text of --help_config; `name` is a section, "" for all.
+
+    Without a config, the default one is described: of a run, or of supervised tuning.
+    """
     from spell_jax.trainer import (
         config_help,  # with jax, which other mistakes in flags do not wait for
     )
 
-    return config_help.describe(config, name)
+    return config_help.describe(config or config_help.default(is_run), name)

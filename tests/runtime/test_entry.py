@@ -227,6 +227,26 @@ def test_empty_folder_is_refused(arguments, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith(f"error: {flag.rstrip('=')} = ")
 
 
+@pytest.mark.parametrize("url", ["s3://x/y", "hf://a/b", "https://x/y", "gs://x/y", "a,gs://x/y"])
+def test_workdir_at_another_url_than_gs_is_refused(url, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["program", f"--workdir={url}"])
+    if "gs://" in url:
+        with entry.user_errors():
+            return
+    with pytest.raises(SystemExit) as end, entry.user_errors():
+        raise AssertionError("the command began")
+    line = f"error: --workdir = '{url}': must be a local folder, or gs://BUCKET/PATH\n"
+    assert (end.value.code, capsys.readouterr().err) == (2, line)
+
+
+@pytest.mark.parametrize("flag", ["--config=", "--config=:spell", "-config="])
+def test_empty_config_is_named(flag):
+    with pytest.raises(
+        ValueError, match=r"^--config = '.*': no such file; must be .* one of .*tiny"
+    ):
+        entry.load_config(["x", flag])
+
+
 @pytest.mark.parametrize("platform", ["cuda", "nonsense"])
 def test_backend_that_is_not_there_is_named(platform):
     code = (

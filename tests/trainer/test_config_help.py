@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -9,11 +10,12 @@ import pytest
 import spell_jax
 from examples import counting
 from spell_jax.algorithms import registry
-from spell_jax.config import default_config
+from spell_jax.config import default_config, default_supervised_config
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import flat
 from spell_jax.runtime.files import paths
 from spell_jax.trainer import config_help
+from spell_jax.trainer import flags as train_flags
 
 NAMES = [name for name in paths.shipped_configs() if "/" not in name]
 
@@ -87,3 +89,13 @@ def test_the_flag_needs_no_other_flag_and_shows_overrides(arguments, capsys):
     assert ("\nevaluate = False" in out) == (arguments == ["--help_config"])
     assert ("\nsteps = 7 (default 70)\n" in out) == (arguments == ["--help_config"])
     entry.print_config_help(["x", "--config=tiny"], config_help.describe)  # goes on
+
+
+@pytest.mark.parametrize("is_run", [True, False])
+def test_without_a_config_the_default_one_is_described(is_run, capsys):
+    describe = functools.partial(train_flags.describe_config, is_run=is_run)
+    with pytest.raises(SystemExit) as end:
+        entry.print_config_help(["x", "--workdir=run", "--help_config"], describe)
+    fields = default_config() if is_run else default_supervised_config()
+    assert not end.value.code
+    assert capsys.readouterr().out == config_help.describe(fields) + "\n"
