@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from spell_jax.policy.choices import DTYPES, THINKING
 from spell_jax.rollout.replies import Prompt, Reply
 from spell_jax.rollout.text_model import SIZES, TextModel
 from spell_jax.runtime import entry, setup
-from spell_jax.runtime.config import Config, check_width, flat
+from spell_jax.runtime.config import Config, build, check_text, coerce, flat
 from spell_jax.runtime.files import paths
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.keys import fold_keys, seed_key
@@ -55,11 +55,14 @@ def get_config(name: str, **fields: Any) -> Config:
             close_names = difflib.get_close_matches(field, names, 1)
             remedy = f"did you mean {close_names[0]}?" if close_names else f"{name} has {names}"
             raise ValueError(f"{field}: no such field; {remedy}")
+        kind = type(dict(flat(config.to_dict()))[field])
         try:
+            # A ConfigDict takes None for every type, and True for a number.
+            if value is None or (isinstance(value, bool) and kind in (int, float)):
+                raise TypeError
             config.update_from_flattened_dict({field: value})
         except TypeError as error:
-            kind = type(dict(flat(config.to_dict()))[field]).__name__
-            raise ValueError(f"{field} = {value!r}: must be {kind}") from error
+            raise ValueError(f"{field} = {value!r}: must be {kind.__name__}") from error
     return config
 
 
@@ -92,9 +95,11 @@ def _run(function: Any, config: Any, workdir: Folder) -> epath.Path:
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a run must be started in the main thread, which handles SIGTERM")
     entry.check_folder("workdir", workdir)
+    if not isinstance(config, ConfigDict | RunConfig | str):
+        raise ValueError(f"config = {config!r:.80}: must be a config of get_config, or its name")
     _set_up()
     config = get_config(config) if isinstance(config, str) else config
-    return function(config, paths.open_folder(workdir))
+    return function(config, paths.open_workdir(workdir))
 
 
 def load(
@@ -116,8 +121,12 @@ def load(
     for name, value, allowed in (("dtype", dtype, DTYPES), ("thinking", thinking, THINKING)):
         if value not in allowed:
             raise ValueError(f"{name} = {value!r}: must be one of {', '.join(map(repr, allowed))}")
+    entry.check_folder("folder", folder)
     _set_up()
-    return Policy(TextModel(os.fspath(folder), dtype, THINKING[thinking], sizes))
+    model = TextModel(os.fspath(folder), dtype, THINKING[thinking], sizes)
+    # The weights are read later, when the current folder may be another one.
+    model.folder = model.folder.absolute()
+    return Policy(model)
 
 
 class Policy:
@@ -163,26 +172,32 @@ class Policy:
           ValueError: if an option is out of range, or a prompt leaves no room for `max_tokens`
             tokens in the policy's context.
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        check_width(seed, "seed")
+        texts, stop_strings = _read_texts(prompts, "prompts"), _read_texts(stop, "stop")
+        if "" in stop_strings:
+            raise ValueError(f"stop = {stop!r}: must be a text, or texts, that are not empty")
+        n, seed = coerce(_plain(n), int, "n"), coerce(_plain(seed), int, "seed")
         if n < 1:
             raise ValueError(f"n = {n}: must be at least 1")
-        stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
-        options = Options(temperature, top_p, max_tokens=max_tokens, stop_strings=stop_strings)
-        encoded = [self._encode(i, text, max_tokens) for i, text in enumerate(texts)]
+        fields = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+        plain_fields = {name: _plain(value) for name, value in fields.items()}
+        options = build(Options, plain_fields, "", stop_strings=stop_strings)
+        encoded = [self._encode(i, text, options.max_tokens) for i, text in enumerate(texts)]
         keys = fold_keys(seed_key(seed), [(i,) for i in range(len(texts))])
         replies = dict(self.model.ask(encoded, n, options, keys))
         return [reply for _, reply in sorted(replies.items()) if reply is not None]
 
-    def _encode(self, i: int, text: Any, max_tokens: int) -> Prompt:
-        if not isinstance(text, str):
-            raise ValueError(f"prompts[{i}] = {text!r}: must be a text")
-        prompt, room = self.model.encode(text), self.model.room(max_tokens)
-        if len(prompt.ids) > room:
+    def _encode(self, i: int, text: str, max_tokens: int) -> Prompt:
+        prompt, room, context = self.model.encode(text), *map(self.model.room, (max_tokens, 0))
+        length = len(prompt.ids)
+        if room < 1 and length < context:
             raise ValueError(
-                f"prompts[{i}]: has {len(prompt.ids)} tokens, must have at most {room}, which "
-                f"max_tokens = {max_tokens} leaves of the policy's context of "
-                f"{self.model.room(0)}"
+                f"max_tokens = {max_tokens}: must be at most {context - length}, which "
+                f"prompts[{i}] leaves of the policy's context of {context}"
+            )
+        if length > room:
+            raise ValueError(
+                f"prompts[{i}]: has {length} tokens, must have at most {max(room, 0)}, which "
+                f"max_tokens = {max_tokens} leaves of the policy's context of {context}"
             )
         return prompt
 
@@ -216,17 +231,40 @@ def evaluate(
     names -= {"policy", "benchmarks", "sampling", "endpoint", "model", "tokenizer"}
     if unknown := sorted(fields.keys() - names):
         raise ValueError(f"{unknown[0]}: no such field, must be one of {', '.join(sorted(names))}")
+    entry.check_folder("policy", policy)
     entry.check_folder("out", out)
     _set_up()
     if "max_input" in fields:
         fields["max_input"] = tuple(np.atleast_1d(fields["max_input"]).tolist())
-    config = EvaluationConfig(
-        os.fspath(policy),
-        (benchmarks,) if isinstance(benchmarks, str) else tuple(benchmarks),
-        sampling=EvaluationSampling(**{k: v for k, v in fields.items() if k in sampling_names}),
-        **{name: value for name, value in fields.items() if name not in sampling_names},
+    fields = {name: _plain(value) for name, value in fields.items()}
+    sampling = {name: fields.pop(name) for name in sampling_names & fields.keys()}
+    fields["benchmarks"] = _read_texts(benchmarks, "benchmarks")
+    config = build(
+        EvaluationConfig,
+        fields,
+        "",
+        policy=os.fspath(policy),
+        sampling=build(EvaluationSampling, sampling, ""),
     )
-    return runner.evaluate(config, paths.expand_home(out), sizes=sizes)
+    return runner.evaluate(config, paths.absolute(paths.expand_home(out)), sizes=sizes)
+
+
+def _read_texts(texts: Any, name: str) -> tuple[str, ...]:
+    """Return a text, or several, as a tuple; ValueError if they are none, or no UTF-8."""
+    if isinstance(texts, str):
+        texts = (texts,)
+    if isinstance(texts, bytes) or not isinstance(texts, Iterable):
+        raise ValueError(f"{name} = {texts!r:.80}: must be a text, or texts")
+    texts = tuple(texts)
+    for i, text in enumerate(texts):
+        check_text(text, f"{name}[{i}]")
+    return texts
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of numpy, or a path, as Python's int, float or str."""
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 @functools.cache

@@ -27,7 +27,7 @@ def main(_) -> None:
     from spell_jax.trainer.supervised import fine_tune
 
     setup.setup()
-    print(fine_tune(flags.FLAGS.config, paths.open_folder(flags.FLAGS.workdir)))
+    print(fine_tune(flags.FLAGS.config, paths.open_workdir(flags.FLAGS.workdir)))
 
 
 if __name__ == "__main__":

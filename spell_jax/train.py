@@ -20,7 +20,7 @@ def main(_) -> None:
     from spell_jax.trainer.loop import train
 
     setup.setup()
-    train(flags.FLAGS.config, paths.open_folder(flags.FLAGS.workdir))
+    train(flags.FLAGS.config, paths.open_workdir(flags.FLAGS.workdir))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import sys
 import threading
 
 import nbformat
+import numpy as np
 import pytest
 from nbclient import NotebookClient
 
@@ -85,6 +86,11 @@ def test_get_config_loads_what_the_flag_loads():
         ("tiny", {"stepz": 1}, r"^stepz: no such field; did you mean steps\?$"),
         ("tiny", {"data.sourc": 1}, r"^data\.sourc: no such field; did you mean data\.source\?$"),
         ("tiny", {"steps": "many"}, r"^steps = 'many': must be int$"),
+        ("tiny", {"steps": None}, r"^steps = None: must be int$"),
+        ("tiny", {"steps": True}, r"^steps = True: must be int$"),
+        ("tiny", {"policy.folder": None}, r"^policy\.folder = None: must be str$"),
+        ("", {}, r"^config = '': no such file; must be a file or one of .*tiny"),
+        (":", {}, r"^config = ':': no such file; must be a file or one of .*tiny"),
     ],
 )
 def test_get_config_names_a_mistake_with_its_remedy(name, fields, message):
@@ -136,8 +142,22 @@ def test_ask_takes_one_text_and_all_options(folder, monkeypatch):
         ("x", {"n": 0}, "^n = 0: must be at least 1"),
         ("x", {"temperature": -1.0}, "^temperature = -1.0: must be at least 0"),
         ("x", {"seed": -1}, "^seed = -1: must be a whole number from 0"),
-        (["x", 3], {}, r"^prompts\[1\] = 3: must be a text"),
+        (["x", 3], {}, r"^prompts\[1\] = 3: must be UTF-8 text$"),
+        ("\ud800", {}, r"^prompts\[0\] = '\\ud800': must be UTF-8 text$"),
+        (b"hi", {}, "^prompts = b'hi': must be a text, or texts$"),
         (["x", "a b c " * 199], {}, r"^prompts\[1\]: has \d+ tokens, must have at most 256, which"),
+        (
+            "a b c " * 199,
+            {"max_tokens": 320},
+            r"^prompts\[0\]: has \d+ tokens, must have at most 0,",
+        ),
+        ("x", {"n": 1.5}, "^n = 1.5: must be int$"),
+        ("x", {"n": True}, "^n = True: must be int$"),
+        ("x", {"max_tokens": 1.5}, "^max_tokens = 1.5: must be int$"),
+        ("x", {"temperature": "hot"}, "^temperature = 'hot': must be float$"),
+        ("x", {"seed": 1.5}, "^seed = 1.5: must be int$"),
+        ("x", {"stop": None}, "^stop = None: must be a text, or texts$"),
+        ("x", {"stop": ""}, "^stop = '': must be a text, or texts, that are not empty$"),
     ],
 )
 def test_ask_names_a_mistake(folder, prompts, options, message):
@@ -145,12 +165,44 @@ def test_ask_names_a_mistake(folder, prompts, options, message):
         spell_jax.load(folder).ask(prompts, **{"max_tokens": 64} | options)
 
 
-def test_load_names_a_mistake(folder):
+def test_ask_names_the_largest_max_tokens(folder, monkeypatch):
+    policy = spell_jax.load(folder)
+    with pytest.raises(ValueError, match=r"^max_tokens = 1000000000: must be at most ") as raised:
+        policy.ask("x", max_tokens=10**9)
+    largest = int(re.findall(r"at most (\d+)", str(raised.value))[0])
+    monkeypatch.setattr(policy.model, "ask", lambda *arguments: [(0, "reply")])
+    assert policy.ask("x", max_tokens=largest) == ["reply"]
+    with pytest.raises(ValueError, match=r"^prompts"):
+        policy.ask("x", max_tokens=largest + 1)
+
+
+def test_ask_takes_numbers_of_numpy(folder, monkeypatch):
+    calls = []
+    policy = spell_jax.load(folder)
+    monkeypatch.setattr(policy.model, "ask", lambda *arguments: calls.append(arguments) or [])
+    numbers = {"temperature": np.float32(0.5), "max_tokens": np.int64(3), "seed": np.uint32(4)}
+    policy.ask("x", np.int32(2), **numbers)
+    ((_, n, options, _),) = calls
+    assert (n, options) == (2, Options(0.5, 0.95, max_tokens=3))
+
+
+def test_load_names_a_mistake(folder, tmp_path):
     for options, message in [({"dtype": "f4"}, "dtype = 'f4'"), ({"thinking": "no"}, "thinking =")]:
         with pytest.raises(ValueError, match=f"^{message}.*: must be one of '"):
             spell_jax.load(folder, **options)
     with pytest.raises(FileNotFoundError, match="policy = 'nowhere': no such folder"):
         spell_jax.load("nowhere")
+    with pytest.raises(ValueError, match=r"^folder = None: must name a folder"):
+        spell_jax.load(None)  # type: ignore[arg-type]
+    for name in ("config.json", paths.RUN_FILE):
+        (tmp_path / name).write_text("{}")
+    message = f"^policy = '{tmp_path}': is a run's workdir; must be {tmp_path}/policy"
+    with pytest.raises(ValueError, match=f"{message}$"):
+        spell_jax.load(tmp_path)
+    for name in ("policy", "best"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"{message} or {tmp_path}/best$"):
+        spell_jax.load(tmp_path)
 
 
 def test_evaluate_runs_the_commands_evaluation(folder, tmp_path, monkeypatch):
@@ -171,6 +223,57 @@ def test_evaluate_runs_the_commands_evaluation(folder, tmp_path, monkeypatch):
 def test_evaluate_takes_no_endpoint_beside_a_policy(folder, tmp_path):
     with pytest.raises(ValueError, match=r"^endpoint: no such field"):
         spell_jax.evaluate(folder, "text", tmp_path, endpoint="http://x/v1", model="m")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"samples": "2"}, "^samples = '2': must be int$"),
+        ({"temperature": "hot"}, "^temperature = 'hot': must be float$"),
+        ({"max_input": None}, r"^max_input\[0\] = None: must be int$"),
+        ({"data": 3}, "^data = 3: must be str$"),
+        ({"dtype": "f4"}, "^dtype = 'f4': must be one of "),
+        ({"thinking": "no"}, "^thinking = 'no': must be one of "),
+        ({"benchmarks": None}, "^benchmarks = None: must be a text, or texts$"),
+        ({"policy": None}, "^policy = None: must name a folder$"),
+        ({"out": None}, "^out = None: must name a folder$"),
+    ],
+)
+def test_evaluate_names_a_mistake(fields, message, folder, tmp_path):
+    fields = {"policy": folder, "benchmarks": "text", "out": tmp_path} | fields
+    with pytest.raises(ValueError, match=message):
+        spell_jax.evaluate(**fields)
+
+
+@pytest.mark.parametrize(
+    ("config", "workdir", "message"),
+    [
+        ("tiny", None, "^workdir = None: must name a folder$"),
+        ("tiny", "x\0y", r"^workdir = 'x\\x00y': must name a folder$"),
+        ("tiny", "s3://x/y", "^workdir = 's3://x/y': must be a local folder, or gs://BUCKET/PATH$"),
+        (None, "run", "^config = None: must be a config of get_config, or its name$"),
+    ],
+)
+def test_a_run_names_a_wrong_argument(config, workdir, message):
+    for function in (spell_jax.train, spell_jax.fine_tune):
+        with pytest.raises(ValueError, match=message):
+            function(config, workdir)
+
+
+def test_relative_folders_stay_when_the_current_folder_changes(folder, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(api.loop, "train", lambda config, workdir: workdir)
+    monkeypatch.setattr(api.supervised, "fine_tune", lambda config, workdir: workdir)
+    monkeypatch.setattr(api.runner, "evaluate", lambda config, out, **_: calls.append(out))
+    monkeypatch.chdir(tmp_path)
+    for function in (spell_jax.train, spell_jax.fine_tune):
+        assert str(function("tiny", "run")) == f"{tmp_path}/run"
+    spell_jax.evaluate(folder, "text", "out")
+    assert calls == [f"{tmp_path}/out"]
+    monkeypatch.chdir(folder.parent)
+    policy = spell_jax.load(folder.name)
+    monkeypatch.chdir(tmp_path)
+    assert policy.model.fingerprint()  # reads the weights
 
 
 def test_empty_folder_is_refused(folder):

@@ -28,7 +28,7 @@ from spell_jax.evaluation.answering import (
 from spell_jax.evaluation.benchmarks import registry
 from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.evaluation.endpoint_respondent import TRAFFIC, EndpointRespondent, Traffic
-from spell_jax.policy.choices import THINKING
+from spell_jax.policy.choices import DTYPES, THINKING
 from spell_jax.policy.model import ModelConfig
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.rollout import flags as policy_flags
@@ -101,7 +101,8 @@ class EvaluationConfig:
             entries = getattr(self, name)
             if not entries or len(set(entries)) < len(entries):
                 raise ValueError(f"{name} = {entries}: must have at least one entry, each once")
-        check_choice(self, "", answer_format=registry.ANSWER_FORMATS)
+        check_choice(self, "", answer_format=registry.ANSWER_FORMATS, dtype=DTYPES)
+        check_choice(self, "", thinking=tuple(THINKING))
         if self.limit < 0:
             raise ValueError(f"limit = {self.limit}: must be 0 (all) or more")
         if self.endpoint and not self.tokenizer and self.max_input != UNCUT:

@@ -94,9 +94,9 @@ def find_folder(
     """Find the local Hugging Face folder of a policy; `folder` is as in ModelConfig.
 
     The folder of a URL is fetched, its weights only `with_weights`. `field` names the value in
-    error messages: ValueError if it is empty, FileNotFoundError if there is no such folder,
-    ImportError if the policy is in a package that is not installed. A URL raises the errors of
-    remote.fetch.
+    error messages: ValueError if it is empty or a run's workdir, FileNotFoundError if there is no
+    such folder, ImportError if the policy is in a package that is not installed. A URL raises the
+    errors of remote.fetch.
     """
     if not folder:
         raise ValueError(f"{field} = '': must be {_FOLDERS}")
@@ -107,6 +107,10 @@ def find_folder(
         raise FileNotFoundError(
             f"{field} = {folder!r}: no such folder; must be {_FOLDERS}{missing_folder_hint(folder)}"
         )
+    if (path / paths.RUN_FILE).is_file():
+        policies = [name for name in ("policy", "best") if (path / name).is_dir()] or ["policy"]
+        names = " or ".join(f"{folder.rstrip('/')}/{name}" for name in policies)
+        raise ValueError(f"{field} = {folder!r}: is a run's workdir; must be {names}")
     return path
 
 

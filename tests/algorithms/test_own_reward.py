@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pathlib
 import re
 import sys
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from etils import epath
 
+import spell_jax
 from spell_jax.algorithms.own_reward import OwnReward, RewardInput
 from spell_jax.algorithms.rlvr.algorithm import make_rlvr
 from spell_jax.algorithms.rlvr.config import RlvrConfig
@@ -421,6 +423,31 @@ def test_error_of_the_function_ends_a_run_with_nothing_written(policy, tmp_path,
     ):
         loop.train(noise.small_config(policy, **fields), epath.Path(tmp_path / "run"))
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def moves(answers: Sequence[RewardInput]) -> list[float]:
+    """Change the current folder, as a function that runs the programs of answers may do."""
+    os.chdir(os.environ["ELSEWHERE"])
+    return by_length(answers)
+
+
+@pytest.mark.slow
+def test_function_that_changes_the_folder_leaves_the_run_in_its_workdir(
+    policy, tmp_path, monkeypatch
+):
+    noise.use_one_device(monkeypatch)
+    noise.give_meaning(monkeypatch)
+    noise.share_programs(monkeypatch)
+    for name in ("elsewhere", "here"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("ELSEWHERE", str(tmp_path / "elsewhere"))
+    monkeypatch.chdir(tmp_path / "here")
+    folder = os.path.relpath(policy)
+    fields = {"algorithm.name": "rlvr", "algorithm.reward": f"{HERE}:moves"}
+    spell_jax.train(noise.small_config(folder, **fields, steps=1), "run")
+    assert os.getcwd() == f"{tmp_path}/elsewhere" and not os.listdir()
+    assert os.listdir(tmp_path / "here") == ["run"]
+    assert {"policy", "plots", "checkpoints"} <= {*os.listdir(tmp_path / "here" / "run")}
 
 
 # ---------------------------------------------------------------------------------- The how-to page

@@ -44,6 +44,14 @@ def open_folder(path: str | os.PathLike[str]) -> epath.Path:
     return epath.Path(expand_home(path))
 
 
+def open_workdir(path: str | os.PathLike[str]) -> epath.Path:
+    """Return the path of a run's workdir, as `open_folder`, but absolute.
+
+    A run writes there to its end, though a reward function may have changed the current folder.
+    """
+    return epath.Path(absolute(open_folder(path)))
+
+
 def expand_home(path: str | os.PathLike[str]) -> str:
     """Replace a ~ at the start of a path by the user's home folder.
 
