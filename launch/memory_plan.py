@@ -334,7 +334,7 @@ class MemoryPlan:
 
     def combined(self) -> tuple[str, MemoryPlan]:
         """Return (flags, plan) of changes made together, until all fits or none helps any more."""
-        plan, kept = self, {}
+        plan, changes = self, {}
         # Twice: a change of one program helps only once no other program needs more memory.
         for fields in 2 * [*self._options()]:
             if plan.fits:
@@ -344,8 +344,8 @@ class MemoryPlan:
             except ValueError:  # as in `helpful`
                 continue
             if tried.worst.total < plan.worst.total:
-                plan, kept = tried, kept | fields
-        return _as_flags(kept), plan
+                plan, changes = tried, changes | fields
+        return _as_flags(changes), plan
 
     def _options(self) -> Iterator[dict[str, Any]]:
         c = self.config

@@ -204,7 +204,7 @@ def test_scores_that_are_no_equal_number_are_named(counting):
     samples = [Sample(np.ones(1), np.ones(1), True)] * 2
     reply, cluster = Reply((1,), samples, ("3", "4")), Cluster("c", ("a",))
     episode = QuestionEpisode("counting", cluster, response=reply, scores=(1.0, 0.0, 1.0))
-    with pytest.raises(ValueError, match="^scores: 3 of them, but 2 samples, must be equal$"):
+    with pytest.raises(ValueError, match=r"^scores: 3 of them, but 2 samples, must be equal$"):
         responder_groups([episode], counting.CountingConfig().to_advantages)
 
 
