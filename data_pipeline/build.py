@@ -35,6 +35,8 @@ from spell_jax.runtime import entry
 
 # One line for Ctrl-C, SIGTERM, or a missing extra "data": the imports take seconds.
 with entry.user_errors():
+    # Beam warns of a library that only BigQuery needs, which no stage reads or writes.
+    logging.getLogger().addFilter(lambda record: "apitools not found" not in str(record.msg))
     import apache_beam as beam
     from apache_beam.io.filesystems import FileSystems
 

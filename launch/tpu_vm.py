@@ -34,7 +34,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from spell_jax.launch import topologies
 from spell_jax.runtime import entry, terminal
@@ -303,9 +303,16 @@ def poll(options: Namespace, workers: int = 0) -> int | None:
 # ----------------------------------------------------------------------------------- Command line
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that ends a mistake with one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(entry.EXIT_CODE, f"error: {message}\n")
+
+
 def parse(words: Sequence[str]) -> Namespace:
     """Parse the options, and what follows `--` as `command`, quoted for a shell."""
-    parser = argparse.ArgumentParser(prog="python -m launch.tpu_vm", description=__doc__)
+    parser = _Parser(prog="python -m launch.tpu_vm", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("action", choices=COMMANDS)
@@ -326,10 +333,16 @@ def parse(words: Sequence[str]) -> Namespace:
     add("--skip_check", action="store_true", help="rent without a check of the run")
     add("--dry_run", action="store_true", help="print the calls without making them")
     end = words.index("--") if "--" in words else len(words)
-    options = parser.parse_args(words[:end])
+    options, unknown = parser.parse_known_args(words[:end])
     options.command = shlex.join(words[end + 1 :])
-    if bool(options.command) != (options.action in ("run", "watch")):
-        parser.error("run and watch need the arguments of Python after --; other actions take none")
+    needs_command = options.action in ("run", "watch")
+    if needs_command and not options.command:
+        example = "-- -m spell_jax.train --config=FILE --workdir=gs://BUCKET/run"
+        parser.error(f"{options.action}: Python's arguments must follow --, such as {example}")
+    if options.command and not needs_command:
+        parser.error(f"{options.action}: must have nothing after --; run and watch take a command")
+    if unknown:
+        parser.error(f"{' '.join(unknown)}: unknown to {options.action}; --help names the flags")
     for flag in ("policy", "skip_check"):
         if getattr(options, flag) and options.action != "watch":
             parser.error(f"--{flag}: must be given to watch alone, which checks the run")

@@ -559,12 +559,12 @@ def check_resumed(config: RunConfig | Config, step: int, saved: Mapping[str, Any
         raise ValueError(f"steps = {config.steps}: must be at least {step}, which are done")
     fields = to_dict(config) if isinstance(config, RunConfig) else config.to_dict()
     present, before = dict(flat(fields)), dict(flat(saved))
-    # Another seed would mix two orders of documents and two streams of random numbers in one run.
-    # Another algorithm cannot read the state of the first one.
+    # Another seed would mix two orders of documents. Another algorithm cannot read the state.
     for name in ("seed", "algorithm.name"):
         if name in present and before.get(name, present[name]) != present[name]:
             raise ValueError(
-                f"{name} = {present[name]!r}: must be {before[name]!r}, with which this run began"
+                f"{name} = {present[name]!r}: must be {before[name]!r} in this workdir, or take "
+                "another workdir"
             )
     for name in before:
         if name in MOVED_FIELDS and (moved := describe_move(name, present)):

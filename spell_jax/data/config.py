@@ -181,8 +181,10 @@ class DataConfig:
         elif is_generated(source):
             self._check_generated(find_world(source))
         elif not (source and self._fetch("source").exists()):
+            is_path = "/" in source or pathlib.PurePath(source).suffix
+            reason = "no such file or folder; " if is_path else ""
             raise ValueError(
-                f"data.source = {source!r}: must be {', '.join(map(repr, GENERATED))}, "
+                f"data.source = {source!r}: {reason}must be {', '.join(map(repr, GENERATED))}, "
                 f"{hooks.FORM}, a folder of .txt/.md files, a .jsonl, {FORM}, or a folder that "
                 "data_pipeline built"
             )

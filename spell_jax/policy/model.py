@@ -20,6 +20,20 @@ from spell_jax.runtime.files import paths, remote
 TINY_POLICY = pathlib.Path(__file__).parents[1] / "data" / "tiny_policy"
 _FOLDERS = "a Hugging Face folder, 'hf://OWNER/NAME', 'tiny' or 'smollm2'"
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+# Folders that hold models on many machines, and are no owners on the Hub.
+_LOCAL_FOLDERS = ("models", "checkpoints", "runs", "weights", "data")
+# Start of the name of a model in shapes.json -> the model's owner on the Hub.
+_OWNERS = {
+    "Qwen": "Qwen",
+    "DeepSeek-": "deepseek-ai",
+    "Meta-Llama-": "meta-llama",
+    "gemma-": "google",
+    "SmolLM": "HuggingFaceTB",
+    "OLMo-": "allenai",
+    "Olmo-": "allenai",
+    "Mistral-": "mistralai",
+    "Ministral-": "mistralai",
+}
 PACKAGED = ("tiny", gguf_convert.SMOLLM2)  # values of `folder` that are no folders
 
 
@@ -125,12 +139,18 @@ def is_available(folder: str) -> bool:
 def missing_folder_hint(folder: str) -> str:
     """Return a hint at what a folder that is not there may mean; "" if there is none.
 
-    OWNER/NAME is a model of the Hub. RUN/policy is made by a command, which is named if RUN ships
-    as a config.
+    OWNER/NAME and the names in shapes.json are models of the Hub. RUN/policy is made by a command,
+    which is named if RUN ships as a config.
     """
     path = pathlib.PurePath(folder)
     if path.name != "policy":
-        return f"; the Hub's model is 'hf://{folder}'" if _HUB_NAME.fullmatch(folder) else ""
+        hub_name = ""
+        if _HUB_NAME.fullmatch(folder) and path.parts[0] not in _LOCAL_FOLDERS:
+            hub_name = folder
+        elif known_shape(folder):
+            owners = (owner for start, owner in _OWNERS.items() if path.name.startswith(start))
+            hub_name = f"{next(owners)}/{path.name}"
+        return f"; the Hub's model is 'hf://{hub_name}'" if hub_name else ""
     name = path.parent.name
     if name in paths.shipped_configs():
         arguments = f"--config=configs/{name}.py --workdir={path.parent}"

@@ -303,8 +303,8 @@ def held_out_questions(
     return list(itertools.islice(asked_questions, count))
 
 
-def write_files(flag_values: Any) -> None:
-    """Read a folder of texts; write rows, tokenizer and questions."""
+def write_files(flag_values: Any) -> list[str]:
+    """Read a folder of texts; write rows, tokenizer and questions; return a line on each file."""
     out, prompts = Path(flag_values.out), prompt_sets.load(flag_values.prompts)
     durable.make_folder(out)
     data = DataConfig(**{name: getattr(flag_values, name) for name in _DATA_FLAGS})
@@ -336,12 +336,17 @@ def write_files(flag_values: Any) -> None:
     training, held_out = read_clusters(words.count)
     rows, counts = make_fact_rows(training, config, prompts, ticker)
     write_records(out / ROWS_FILE, map(dataclasses.asdict, rows))
-    _log_summary(out / ROWS_FILE, len(rows), counts)
+    _warn_of_repetition(len(rows), counts["questions"])
+    written = [
+        f"{out}: a tokenizer of {words.vocab_size:,} tokens",
+        f"{out / ROWS_FILE}: {len(rows):,} rows; {dict(counts)}",
+    ]
     if held_out:
         ticker.enter(f"making questions about {len(held_out):,} clusters")
         questions = held_out_questions(held_out, config, flag_values.questions)
         write_records(out / QUESTIONS_FILE, map(dataclasses.asdict, questions))
-        log.info("%s: %d questions", out / QUESTIONS_FILE, len(questions))
+        written.append(f"{out / QUESTIONS_FILE}: {len(questions):,} questions")
+    return written
 
 
 def _count_roughly(text: str) -> int:
@@ -349,9 +354,7 @@ def _count_roughly(text: str) -> int:
     return max(count_words(text), -(-len(text) // LONGEST_WORD))
 
 
-def _log_summary(path: Path, rows: int, counts: Counter[str]) -> None:
-    questions = counts["questions"]
-    log.info("%s: %d rows; %s", path, rows, dict(counts))
+def _warn_of_repetition(rows: int, questions: int) -> None:
     if rows > ROWS_PER_QUESTION * questions:
         log.warning(
             "rows = %d: more than %d for each of the %d questions about facts, so the rows repeat "
@@ -381,7 +384,7 @@ def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
 
 def main(_) -> None:
     logging.getLogger("spell_jax").setLevel(logging.INFO)
-    write_files(flags.FLAGS)
+    print("\n".join(write_files(flags.FLAGS)))
 
 
 if __name__ == "__main__":

@@ -156,10 +156,12 @@ class RowStream:
     Attributes:
       start: function that yields the rows from a number on.
       file_rows: rows of the file, each of which comes once in an epoch; none for generated rows.
+      skipped: number of the file's lines that are no rows.
     """
 
     start: Callable[[int], Iterator[Row]]
     file_rows: Sequence[Row] = ()
+    skipped: int = 0
 
 
 def open_rows(source: str, prompt_set: str, seed: int) -> RowStream:
@@ -171,8 +173,8 @@ def open_rows(source: str, prompt_set: str, seed: int) -> RowStream:
         make_rows = GENERATED.get(source) or hooks.load("source", source)
         templates = prompts.load(prompt_set)
         return RowStream(lambda start: make_rows(templates, seed=seed, start=start))
-    rows, _ = read_rows(source)
-    return RowStream(functools.partial(_shuffled, rows, seed), rows)
+    rows, skipped = read_rows(source)
+    return RowStream(functools.partial(_shuffled, rows, seed), rows, skipped)
 
 
 def check_chats(rows: Sequence[Row], tokenizer: Tokenizer) -> None:

@@ -66,17 +66,22 @@ def table(workdirs: Sequence[epath.Path]) -> str:
     """Format the paired differences of runs as aligned text; "" if there are none.
 
     Each run's answers after training are compared with its answers before, and with the answers of
-    the first run after training, where both have the same questions.
+    the first run after training, where both have the same questions. A line names each run without
+    questions in common with the first run.
     """
     lines = [("", "", "first", "second", "difference", "95 % interval")]
     after = {workdir: read_answers(workdir, "after") for workdir in workdirs}
     for workdir in workdirs:
         name = workdir.name
         lines += _compare(f"{name}, before", read_answers(workdir, "before"), name, after[workdir])
-    first = workdirs[0]
+    first, without = workdirs[0], []
     for second in workdirs[1:]:
-        lines += _compare(first.name, after[first], second.name, after[second])
-    return "\n".join(["paired differences", *align(lines)]) if len(lines) > 1 else ""
+        compared = _compare(first.name, after[first], second.name, after[second])
+        lines += compared
+        if not compared:
+            without.append(f"{first.name} -> {second.name}: no held-out questions in common")
+    table_lines = ["paired differences", *align(lines)] if len(lines) > 1 else []
+    return "\n".join([*table_lines, *without])
 
 
 def _compare(first_name: str, first: Answers, second_name: str, second: Answers) -> list[Any]:

@@ -163,6 +163,10 @@ def _tune(
     files.save(step, _states(state), force=True)
     if refused:
         log.warning("%d rows were longer than packing's longest row and not trained on", refused)
+    if rows.skipped:
+        log.warning(
+            "%s: %d lines were skipped, as logged at the start", config.source, rows.skipped
+        )
     return state
 
 
@@ -182,8 +186,10 @@ def _restore_or_init(
             check_vocabulary(fields, checkpoints.workdir)
             arrays, saved = checkpoints.restore(step, {"policy": learner.fns.abstract_state})
         return arrays["policy"], step, HostState.from_json(saved, f"checkpoint of step {step}")
-    first = load_weights(base, learner) if base else jax.random.key(config.seed)
-    return learner.init(first), 0, HostState()
+    if not base:
+        return learner.init(jax.random.key(config.seed)), 0, HostState()
+    log.info("begins with the weights of %s", base)
+    return learner.init(load_weights(base, learner)), 0, HostState()
 
 
 def _states(state: update.TrainState) -> States:

@@ -106,6 +106,6 @@ def test_run_with_old_names_is_not_resumed() -> None:
 def test_run_of_another_algorithm_is_not_resumed() -> None:
     config = read(tiny.get_config("rlvr"))
     saved = to_dict(read(tiny.get_config()))
-    line = r"^algorithm\.name = 'rlvr': must be 'spell', with which this run began$"
+    line = r"^algorithm\.name = 'rlvr': must be 'spell' in this workdir, or take another workdir$"
     with pytest.raises(ValueError, match=line):
         check_resumed(config, 1, saved)

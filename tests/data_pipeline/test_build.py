@@ -335,6 +335,7 @@ def test_command_line_passes_unknown_flags_to_beam(config, tmp_path):
     command += [f"--config=configs/data/folder.py:{path}", "--runner=FlinkRunner", "--check"]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0 and "output: 6 steps for FlinkRunner" in process.stderr
+    assert "apitools" not in process.stderr  # of BigQuery, which no stage needs
     process = subprocess.run([*command, "--config.seeds=1"], capture_output=True, text=True)
     assert process.returncode != 0 and "seeds" in process.stderr
 

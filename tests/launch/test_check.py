@@ -28,7 +28,7 @@ from spell_jax.learner.packing import PackingConfig
 from spell_jax.policy import products, transformer, weights
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.policy.model import TINY_POLICY, known_shape
+from spell_jax.policy.model import TINY_POLICY, known_shape, missing_folder_hint
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.config import plain
 from spell_jax.runtime.files import remote
@@ -292,7 +292,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"data.source": "no/such"},
         "",
-        r"data.source = 'no/such': must be 'tiny', 'tin",
+        r"data.source = 'no/such': no such file or folder; must be 'tiny', 'tin",
     ),
     ({"data.tasks": ()}, "", r"data.tasks = \(\): must be one or more of"),
     ({"data.tiny.evaluation.per_cell": 0}, "", r"data.tiny.evaluation.per_cell = 0: must be"),
@@ -648,7 +648,7 @@ def test_existing_run_is_resumed_only_with_a_compatible_config(
     checked = check.check(small(steps=3, seed=2), workdir=workdir)
     assert checked.mistakes == ["steps = 3: must be at least 4, which are done"]
     checked = check.check(small(steps=4, seed=2), workdir=workdir)
-    assert checked.mistakes == ["seed = 2: must be 0, with which this run began"]
+    assert checked.mistakes == ["seed = 2: must be 0 in this workdir, or take another workdir"]
 
 
 # -------------------------------------------------------------------------------------- Description
@@ -799,3 +799,13 @@ def test_name_of_a_model_of_the_hub_gets_a_hint(name: str) -> None:
     checked = check.check(small(**{"policy.folder": name}))
     (line,) = checked.mistakes + checked.missing
     assert line.endswith(f"; the Hub's model is 'hf://{name}'")
+
+
+def test_hint_at_a_well_known_model_has_the_owner_on_the_hub() -> None:
+    hint = missing_folder_hint("models/Qwen2.5-7B-Instruct")
+    assert hint == "; the Hub's model is 'hf://Qwen/Qwen2.5-7B-Instruct'"
+    assert missing_folder_hint("/x/gemma-3-1b-it").endswith("'hf://google/gemma-3-1b-it'")
+    assert missing_folder_hint("models/own") == ""
+    # Every well-known model has an owner.
+    shapes = json.loads((ROOT / "spell_jax" / "policy" / "shapes.json").read_text())
+    assert all("hf://" in missing_folder_hint(name) for name in shapes)

@@ -548,8 +548,11 @@ def test_hanging_call_is_killed_with_its_child_processes(tmp_path):
         (["create", "--topology=v5e-12"], "topology = 'v5e-12': did you mean v5e-128 or "),
         (["create", "--topology=l4:1"], "--topology=l4:1: must be a TPU slice, such as v5e-16"),
         (["create", "--spot", "--reserved"], "not allowed with argument --spot"),
-        (["run"], "run and watch need the arguments of Python after --"),
-        (["delete", "--", "-m", "x"], "other actions take none"),
+        (["run"], "error: run: Python's arguments must follow --, such as -- -m spell_jax.train"),
+        (["watch", "-m", "spell_jax.train", "--config=tiny"], "error: watch: Python's arguments"),
+        (["wach", "--", "-m", "x"], "error: argument action: invalid choice: 'wach'"),
+        (["delete", "--", "-m", "x"], "error: delete: must have nothing after --"),
+        (["delete", "--nmae=x"], "error: --nmae=x: unknown to delete"),
         (["watch", "--max_restarts=-1", "--", "x"], "--max_restarts must be at least 0"),
         (["watch", "--poll_seconds=0", "--", "x"], "--poll_seconds above 0"),
     ],
@@ -558,7 +561,7 @@ def test_invalid_options_are_rejected_before_any_call(cloud, capsys, arguments, 
     action, *options = arguments
     with pytest.raises(SystemExit, match="2"):
         cloud.main(action, *options)
-    assert message in capsys.readouterr().err
+    assert message in (error := capsys.readouterr().err) and error.count("\n") == 1
     assert cloud.calls() == [] and not pathlib.Path("runs").exists()
 
 

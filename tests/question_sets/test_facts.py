@@ -53,12 +53,12 @@ CLUSTERS = [make_cluster(f"c{i}", 11 + 100 * i) for i in range(3)]
 COMPACT = prompts.load("compact")
 
 
-def write_files(*arguments: str) -> None:
-    """Run the command in this process."""
+def write_files(*arguments: str) -> list[str]:
+    """Run the command in this process; return the lines that the command prints."""
     flag_values = flags.FlagValues()
     facts.define_flags(flag_values)
     flag_values(["facts", *arguments])
-    facts.write_files(flag_values)
+    return facts.write_files(flag_values)
 
 
 def make(clusters: list[Cluster], rows: int, **fields: Any) -> list[Row]:
@@ -334,13 +334,10 @@ def test_tokenizer_is_trained_on_short_rows_of_a_text_without_spaces(
     assert len(train_texts) == 80 and max(map(len, train_texts)) < 10_000
 
 
-def test_many_rows_of_few_questions_are_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, counts = tmp_path / "rows.jsonl", Counter(questions=126)
-    facts._log_summary(path, 1260, counts)
+def test_many_rows_of_few_questions_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    facts._warn_of_repetition(1260, 126)
     assert not caplog.messages
-    facts._log_summary(path, 12_000, counts)
+    facts._warn_of_repetition(12_000, 126)
     assert caplog.messages == [
         "rows = 12000: more than 10 for each of the 126 questions about facts, so the rows repeat "
         "themselves; take fewer rows or more documents"
@@ -374,11 +371,15 @@ def test_command_line_writes_rows_tokenizer_and_questions(
     sizes = ["--documents_per_cluster=4", "--max_document_tokens=48", "--vocab_size=400"]
     sizes += ["--rows=40"]
     caplog.set_level(logging.INFO, "spell_jax")
-    write_files(f"--source={source}", f"--out={out}", "--held_out=0.2", *sizes)
+    written = write_files(f"--source={source}", f"--out={out}", "--held_out=0.2", *sizes)
     phases = ["reading", "finding facts", "making rows", "training a tokenizer on 40 rows"]
-    phases += ["making questions", f"{out / 'rows.jsonl'}: 40 rows; "]
+    phases += ["making questions"]
     for phase in phases:
         assert any(message.startswith(phase) for message in caplog.messages), phase
+    assert [line.split(": ")[0] for line in written] == [
+        *map(str, (out, out / "rows.jsonl", out / "questions.jsonl"))
+    ]
+    assert written[1].startswith(f"{out / 'rows.jsonl'}: 40 rows; ")
     lines = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     assert len(lines) == 40
     assert set(lines[0]) == {"prompt", "completion", "role", "task"}

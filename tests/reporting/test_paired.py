@@ -72,8 +72,13 @@ def test_runs_with_other_questions_are_not_compared(tmp_path) -> None:
     folder = epath.Path(tmp_path)
     first_run = write(folder / "one", [0, 1], [1, 1])
     second_run = write(folder / "other", [0, 1, 1], [1, 1, 0])
-    assert "one -> other" not in paired.table([first_run, second_run])
+    line = "one -> other: no held-out questions in common"
+    assert paired.table([first_run, second_run]).endswith(f"\n{line}")
     assert paired.table([folder / "none"]) == ""
+    assert paired.table([folder / "none", folder / "other"]).endswith(
+        "\nnone -> other: no held-out questions in common"
+    )
+    assert paired.table([folder / "a", folder / "b"]) == ("a -> b: no held-out questions in common")
 
 
 def test_damaged_lines_are_skipped_and_logged(tmp_path, caplog) -> None:

@@ -319,10 +319,12 @@ def test_loss_on_texts_is_the_next_token_loss(policy, source):
 def test_rows_that_fit_no_bucket_are_counted(policy, tmp_path, caplog):
     path = tmp_path / "rows.jsonl"
     long = {"prompt": "p", "completion": "answer " * 30}
-    path.write_text("".join(json.dumps(row) + "\n" for row in (ROWS[0], long)))
-    with caplog.at_level(logging.WARNING):
+    path.write_text("".join(json.dumps(row) + "\n" for row in (ROWS[0], long, {})))
+    with caplog.at_level(logging.INFO, "spell_jax"):
         supervised.fine_tune(small_config(policy, path, steps=3), tmp_path / "run")
+    assert f"begins with the weights of {policy}" in caplog.text
     assert "3 rows were longer than packing's longest row" in caplog.text
+    assert f"{path}: 1 lines were skipped, as logged at the start" in caplog.messages
     assert [line["train/refused_answers"] for line in read_metrics(tmp_path / "run")] == [1, 1, 1]
 
 

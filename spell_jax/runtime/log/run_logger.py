@@ -171,7 +171,8 @@ def explain_all_empty(lines: Sequence[Mapping[str, Any]], hints: Mapping[str, st
         for name in hints
         if (values := [line[name] for line in lines if line.get(name) is not None])
     }
-    text = f"all {len(lines)} updates were empty, the weights did not change. "
+    updates = f"all {len(lines)} updates were" if len(lines) > 1 else "the only update was"
+    text = f"{updates} empty, the weights did not change. "
     return (text + _main_cause(means, hints)).strip()
 
 

@@ -63,6 +63,9 @@ def test_run_of_empty_updates_alone_is_explained():
         "all 2 updates were empty, the weights did not change. rollout/bad_format = 0.70: "
         "warm-start it"
     )
+    assert explain_all_empty(lines[:1], {}) == (
+        "the only update was empty, the weights did not change."
+    )
     # A metric of one line is a mean of that line.
     rare = [{**lines[0], "rollout/accepted": None}, {**lines[1], "rollout/accepted": 0.8}]
     assert "rollout/accepted = 0.80: all equal" in explain_all_empty(rare, hints)
