@@ -1,4 +1,4 @@
-"""Counting: how often does a word stand in a text? Its reward follows from the text alone."""
+"""Counting: how many documents name a word? The reward follows from the documents alone."""
 
 import dataclasses
 import re
@@ -16,19 +16,19 @@ from spell_jax.runtime.log.metrics import Metrics
 
 @dataclasses.dataclass(frozen=True)
 class CountingConfig(AlgorithmConfig):
-    """Sizes of a step: texts, and answers to the question about each."""
+    """Sizes of a step: clusters, and answers to the question about each."""
 
     name: str = "counting"
-    texts: int = 32
+    clusters: int = 32
     group_size: int = 8
 
     def __post_init__(self):
         super().__post_init__()
-        check_least(self, "algorithm.", texts=1, group_size=2)
+        check_least(self, "algorithm.", clusters=1, group_size=2)
 
 
 class Counting:
-    """Asks one question about each text, and trains on GRPO groups of the answers."""
+    """Asks one question about each cluster, and trains on GRPO groups of the answers."""
 
     model_names = trained = ()
 
@@ -37,10 +37,9 @@ class Counting:
         self._stream = context.deal(context.clusters())
 
     def rollout(self, ask: AskModels, key: Key, step: int) -> list[QuestionEpisode]:
-        rng = np.random.default_rng([*key])
-        episodes = [_pose(rng, cluster) for _, cluster in self._stream.next(self._config.texts)]
-        prompts = [f"{e.cluster.documents[0]}\n\n{e.question}" for e in episodes]
-        replies = ask("responder", prompts, self._config.group_size)
+        rng, count = np.random.default_rng([*key]), self._config.clusters
+        episodes = [pose(rng, cluster) for _, cluster in self._stream.next(count)]
+        replies = ask("responder", [*map(write_prompt, episodes)], self._config.group_size)
         return [_score(e, reply) for e, reply in zip(episodes, replies, strict=True)]
 
     def groups(self, episodes: list[QuestionEpisode], key: Key) -> tuple:
@@ -60,11 +59,17 @@ class Counting:
         self._stream.load_state_dict(state)
 
 
-def _pose(rng: np.random.Generator, cluster: Cluster) -> QuestionEpisode:
-    words = cluster.documents[0].split()
-    word = sorted({*words})[rng.integers(len({*words}))]
-    question, truth = f"How often: {word}? End with the number.", str(words.count(word))
+def pose(rng: np.random.Generator, cluster: Cluster) -> QuestionEpisode:
+    texts = [re.findall(r"[^\W\d_]+", text) for text in cluster.documents]
+    # A word that occurs more often is drawn more often: otherwise most answers would be 1.
+    words = [word for text in texts for word in text]
+    word = words[rng.integers(len(words))]
+    question, truth = f"How many name {word}?", str(sum(word in text for text in texts))
     return QuestionEpisode("counting", cluster, question=question, reference=truth)
+
+
+def write_prompt(episode: QuestionEpisode) -> str:
+    return "\n".join([*episode.cluster.documents, episode.question])
 
 
 def score(text: str, truth: int) -> float:

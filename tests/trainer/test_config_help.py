@@ -64,7 +64,7 @@ def test_an_algorithm_without_meanings_lists_its_fields(monkeypatch):
     monkeypatch.setattr(registry, "ALGORITHMS", dict(registry.ALGORITHMS))
     registry.register(registry.AlgorithmSpec(counting.CountingConfig, counting.Counting))
     text = config_help.describe(default_config("counting"), "algorithm")
-    assert "# algorithm: Sizes of a step" in text and "\nalgorithm.texts = 32\n" in text
+    assert "# algorithm: Sizes of a step" in text and "\nalgorithm.clusters = 32\n" in text
 
 
 def test_a_wrong_section_is_named_with_the_sections():
