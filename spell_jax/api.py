@@ -83,9 +83,18 @@ def train(config: ConfigDict | RunConfig | str, workdir: Folder) -> epath.Path:
 
 
 def fine_tune(config: ConfigDict | str, workdir: Folder) -> epath.Path:
-    """Tune on rows as `python -m spell_jax.sft` does, and return the folder of the policy.
+    """Fine-tune on rows as `python -m spell_jax.sft` does, and return the folder of the policy.
 
-    Arguments and errors are as in `train`, for the config of a warm start.
+    The folder is WORKDIR/policy, for `load`. Called again with the same workdir, the run goes on
+    from its last checkpoint.
+
+    Args:
+      config: a config of spell_jax.sft, such as get_config("fine_tune") returns, or its name; its
+        `source` names the rows (docs/howto/fine_tune.md).
+      workdir: folder of the run.
+
+    Raises:
+      The errors of trainer.supervised.fine_tune; RuntimeError outside of the main thread.
     """
     return _run(supervised.fine_tune, config, workdir)
 

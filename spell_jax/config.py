@@ -342,14 +342,14 @@ class SupervisedConfig:
     Attributes:
       seed: seed of rows and random weights, at least 0.
       steps: updates of the run.
+      epochs: passes over the rows of a file, from which `steps` follows; 0: `steps` says.
       rows_per_step: rows that an update is trained on.
       log_every: steps between lines of metrics.
       checkpoint_every: steps between checkpoints.
       preemption_limit_s: as in RunConfig, like `wandb`.
       wandb: Weights & Biases project that also gets the metrics; "": none.
-      source: .jsonl (or its URL) of {"prompt", "completion"}, {"messages"} or {"text"} (no chat
-        layout, a loss on every token), generated demonstrations ("tiny", "tiny_stories"), or
-        `MODULE:FUNCTION`, rows of your own (see MakeRows in question_sets/tuning_rows.py).
+      source: .jsonl (or its URL) of rows, in a layout of spell_jax.sft; generated rows ("tiny",
+        "tiny_stories"); or `MODULE:FUNCTION`, your own (MakeRows in question_sets/tuning_rows.py).
       prompts: set of prompt templates of generated demonstrations.
       policy: the policy to start from.
       optimizer: optimizer and its schedule.
@@ -359,6 +359,7 @@ class SupervisedConfig:
 
     seed: int = 0
     steps: int = 1000
+    epochs: float = 0.0
     rows_per_step: int = 48
     log_every: int = 50
     checkpoint_every: int = 250
@@ -373,7 +374,7 @@ class SupervisedConfig:
 
     def __post_init__(self):
         minima = dict.fromkeys(("steps", "rows_per_step", "log_every", "checkpoint_every"), 1)
-        check_least(self, "", seed=0, **minima)
+        check_least(self, "", seed=0, epochs=0, **minima)
 
     def check_sources(self) -> None:
         """Raise ValueError if `source` names a function that cannot be imported."""

@@ -1,13 +1,19 @@
-"""Supervised fine-tuning: a warm start for self-play.
+"""Supervised fine-tuning, on your own rows or as a warm start for self-play.
 
+    python -m spell_jax.sft --config=configs/fine_tune.py --workdir=DIR \\
+        --config.policy.folder=FOLDER --config.source=ROWS.jsonl
     python -m spell_jax.sft --config=configs/tiny_warm_start.py --workdir=DIR
-    python -m spell_jax.sft --config=configs/folder_warm_start.py --workdir=DIR \
-        --config.source=ROWS.jsonl
-    python -m spell_jax.sft --config=configs/reconstruction_pretraining.py --workdir=DIR
+
+A line of ROWS.jsonl has one of these layouts:
+
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+    {"prompt": "...", "completion": "..."}  (both texts or both lists of messages)
+    {"prompt": "...", "solution": "..."}  (likewise)
+    {"text": "..."}  (no chat layout, a loss on every token)
 
 DIR/policy is the result, a Hugging Face folder that spell_jax.train and spell_jax.generate start
 from. Started again on the same DIR, the run resumes from its last checkpoint; it handles preemption
-as spell_jax.train does. trainer/supervised.py has the procedure.
+as spell_jax.train does. docs/howto/fine_tune.md has more.
 """
 
 from __future__ import annotations

@@ -337,6 +337,21 @@ def test_fine_tune_returns_the_policys_folder(tmp_path):
 
 
 @pytest.mark.slow
+def test_python_of_the_page_on_fine_tuning_runs(tmp_path, monkeypatch):
+    """The page's Python, on the rows of its table; tests/slow/test_doc_blocks.py runs the shell."""
+    text = (ROOT / "docs" / "howto" / "fine_tune.md").read_text()
+    [cell], [rows] = (
+        re.findall(rf"```{name}\n(.*?)```", text, re.S) for name in ("python", "json")
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    names: dict = {}
+    exec(cell, names)  # of this repository
+    assert json.loads((tmp_path / "runs/tuned_again/config.json").read_text())["steps"] == 1
+    assert names["policy"].model.config.layers > 0
+
+
+@pytest.mark.slow
 def test_cell_of_the_quickstart_runs_in_a_notebook(tmp_path, monkeypatch):
     """The page's cell in a kernel of Jupyter, with fewer questions, shows progress and answers."""
     text = (ROOT / "docs" / "quickstart.md").read_text()

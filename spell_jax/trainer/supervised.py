@@ -3,7 +3,8 @@
 Rows come from a JSONL file (question_sets/tuning_rows.py has its layouts) or from the
 demonstrations of a generated world. The tokenizer comes with the policy folder; a policy with
 random weights gets one trained on the rows. Each step packs `rows_per_step` rows and takes one
-update on the tokens of their completions. Rows of texts instead are trained on as they are, with
+update on the tokens of their completions; `epochs` of a file's rows make as many steps as they
+need. Rows of texts instead are trained on as they are, with
 the next-token loss (continual pretraining). WORKDIR/policy is the result, a Hugging Face folder
 that the trainer starts from.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import pathlib
 
 import jax
@@ -43,6 +45,10 @@ from spell_jax.trainer.state import HostState, States, freeze_base, load_weights
 log = logging.getLogger(__name__)
 # Rows that train a new tokenizer; enough to see every word of a small corpus.
 TOKENIZER_ROWS = 20_000
+# A warm-up takes at most this share of the steps that `epochs` make: few rows make few steps.
+WARMUP_SHARE = 0.1
+# Fine-tuning commonly takes 1 to 5 epochs; more than this number are a mistake in `steps`.
+MOST_EPOCHS = 50
 
 
 def make_policy(
@@ -73,6 +79,37 @@ def make_policy(
     return None, shape_policy(config.policy, policy), tokenizer
 
 
+def settle_steps(config: SupervisedConfig, rows: tuning_rows.RowStream) -> SupervisedConfig:
+    """Return the config with the steps, and the schedule, that `epochs` of a file's rows make.
+
+    Log a warning if the steps train more than MOST_EPOCHS times on each row of a file. ValueError
+    if `epochs` are of rows without end.
+    """
+    count = len(rows.file_rows)
+    if config.epochs:
+        if not count:
+            raise ValueError(
+                f"epochs = {config.epochs}: must be 0 for source = {config.source!r}, whose rows "
+                "have no end; set steps"
+            )
+        # Rounded, because .1 * 30 is more than 3 in floating point.
+        steps = max(1, math.ceil(round(config.epochs * count / config.rows_per_step, 6)))
+        warmup = min(config.optimizer.warmup_steps, int(WARMUP_SHARE * steps))
+        optimizer = dataclasses.replace(config.optimizer, total_steps=steps, warmup_steps=warmup)
+        config = dataclasses.replace(config, steps=steps, optimizer=optimizer)
+        log.info(
+            "epochs = %g of %d rows: %d steps, of which %d warm up",
+            *(config.epochs, count, steps, warmup),
+        )
+    if count and (repeats := config.steps * config.rows_per_step / count) > MOST_EPOCHS:
+        log.warning(
+            "steps = %d of %d rows train %.0f times on each of the %d rows of %s, which a policy "
+            "then knows by heart; set epochs (1 to 5 are common)",
+            *(config.steps, config.rows_per_step, repeats, count, config.source),
+        )
+    return config
+
+
 def make_learner(config: SupervisedConfig, policy: PolicyConfig) -> Learner:
     mesh, dtype = config.mesh.make(), config.policy.compute_dtype
     return Learner(
@@ -94,6 +131,7 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
     config = read_supervised(config)
     # Before the model is looked for: a wrong file of rows is told at once.
     rows = tuning_rows.open_rows(config.source, config.prompts, config.seed)
+    config = settle_steps(config, rows)
     config = commits.pin(settle_dtypes(config, workdir), workdir)
     base, policy, tokenizer = make_policy(config, rows)
     tuning_rows.check_chats(rows.file_rows, tokenizer)

@@ -386,6 +386,49 @@ def test_resume_with_another_vocabulary_of_the_same_size_names_the_source(source
         supervised.fine_tune(config(new_source, 4), tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("epochs", "rows_per_step", "steps"), [(3, 2, 5), (0.1, 2, 1), (40, 3, 40), (0.7, 1, 3)]
+)
+def test_epochs_set_the_steps_and_bound_the_warm_up(source, epochs, rows_per_step, steps):
+    fields = {"epochs": epochs, "rows_per_step": rows_per_step, "steps": 1000}
+    config = small_config("tiny", source, **fields)
+    config.optimizer.warmup_steps = 2
+    rows = tuning_rows.open_rows(str(source), "compact", 0)  # 3 rows
+    settled = supervised.settle_steps(read_supervised(config), rows)
+    assert settled.steps == settled.optimizer.total_steps == steps
+    assert settled.optimizer.warmup_steps == (2 if steps == 40 else 0)
+    # The cosine ends with the run: at its last step it is at its lowest.
+    rate = settled.optimizer.rate()
+    assert rate(steps) == pytest.approx(0.05 * 0.01) and rate(steps - 1) > rate(steps)
+
+
+def test_epochs_train_on_each_row_as_often(policy, source, tmp_path):
+    config = small_config(policy, source, epochs=2, rows_per_step=3)
+    supervised.fine_tune(config, tmp_path / "run")
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 2
+
+
+def test_epochs_of_rows_without_end_are_refused(tmp_path):
+    config = small_config("tiny", "tiny", epochs=2)
+    message = r"^epochs = 2\.0: must be 0 for source = 'tiny', whose rows have no end; set steps$"
+    with pytest.raises(ValueError, match=message):
+        supervised.fine_tune(config, tmp_path / "run")
+
+
+def test_many_repetitions_of_a_row_are_told_at_the_start(source, caplog):
+    rows = tuning_rows.open_rows(str(source), "compact", 0)
+    for steps, repeats in ((75, 0), (76, 51)):  # of 2 rows: 50 and 50.7 times each of 3 rows
+        caplog.clear()
+        supervised.settle_steps(read_supervised(small_config("tiny", source, steps=steps)), rows)
+        text = f"train {repeats} times on each of the 3 rows of {source}, which a policy then knows"
+        assert (text in caplog.text) == bool(repeats) and ("epochs" in caplog.text) == bool(repeats)
+    endless = tuning_rows.open_rows("tiny", "compact", 0)
+    caplog.clear()
+    supervised.settle_steps(read_supervised(small_config("tiny", "tiny", steps=10**6)), endless)
+    assert not caplog.text
+
+
 def test_rows_that_train_a_tokenizer_are_read_once(monkeypatch, tmp_path, caplog):
     class LearnerError(Exception):
         pass
@@ -422,6 +465,7 @@ def test_new_policy_gets_its_own_tokenizer(monkeypatch):
     ("field", "value"),
     [
         ("steps", 0),
+        ("epochs", -1.0),
         ("rows_per_step", 0),
         ("log_every", 0),
         ("checkpoint_every", 0),
