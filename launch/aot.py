@@ -1,7 +1,7 @@
 """Compile a run's programs for a TPU slice or GPU that is absent; report memory and collectives.
 
-    python -m launch.aot --config=configs/paper.py:qwen2.5-7b-instruct --topology=v5e-16 \
-        --config.mesh.fsdp=4 --config.mesh.context=4 [--length=16384] [--phase=all] \
+    python -m launch.aot --config=configs/paper.py:qwen2.5-7b-instruct --topology=v5e-16 \\
+        --config.mesh.fsdp=4 --config.mesh.context=4 [--length=16384] [--phase=all] \\
         [--policy=CONFIG.json] [--layers=2] [--config.X=Y ...]
     python -m launch.aot --program=examples/jitted_step.py --topology=v5e-16
 

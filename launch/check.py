@@ -1,6 +1,6 @@
 """Check a run's config and describe the run, before any accelerator is used.
 
-    python -m launch.check --config=configs/NAME.py [--config.a.b=value ...] \
+    python -m launch.check --config=configs/NAME.py [--config.a.b=value ...] \\
         [--topology=v5e-16] [--workdir=DIR]
 
 1. `config.collect_mistakes` reads the config. Weights, memory and data are checked for sections

@@ -1,7 +1,7 @@
 """Estimate a run's memory per chip without compiling, and suggest changes if it does not fit.
 
-    python -m launch.plan --config=configs/paper.py:qwen2.5-7b-instruct --topology=v5e-16 \
-        --config.mesh.fsdp=4 --config.mesh.context=4 [--length=16384] [--policy=CONFIG.json] \
+    python -m launch.plan --config=configs/paper.py:qwen2.5-7b-instruct --topology=v5e-16 \\
+        --config.mesh.fsdp=4 --config.mesh.context=4 [--length=16384] [--policy=CONFIG.json] \\
         [--config.X=Y ...]
     python -m launch.plan --config=configs/one_gpu.py:qwen2.5-0.5b-instruct-24gb --topology=l4:1
 

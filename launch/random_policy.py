@@ -1,6 +1,6 @@
 """Write a policy of random weights with a real model's architecture and tokenizer.
 
-    python -m launch.random_policy --shape=CONFIG.json --tokenizer=FOLDER --out=DIR \
+    python -m launch.random_policy --shape=CONFIG.json --tokenizer=FOLDER --out=DIR \\
         [--set hidden_size=64 num_hidden_layers=2 ...]
 
 CONFIG.json is a Hugging Face config; --set changes its fields. Such a policy can test a config

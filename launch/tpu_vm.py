@@ -1,9 +1,9 @@
 """Rent a TPU slice on Google Cloud, run a command on it, and restart it when the slice is lost.
 
-    python -m launch.tpu_vm watch --name=spell --zone=us-west4-a --topology=v5e-16 --spot \
-        -- -m spell_jax.train --config=configs/paper.py:qwen2.5-7b-instruct \
-        --config.mesh.fsdp=4 --config.mesh.context=4 --workdir=gs://BUCKET/run \
-        --config.policy.folder=gs://BUCKET/Qwen2.5-7B-Instruct \
+    python -m launch.tpu_vm watch --name=spell --zone=us-west4-a --topology=v5e-16 --spot \\
+        -- -m spell_jax.train --config=configs/paper.py:qwen2.5-7b-instruct \\
+        --config.mesh.fsdp=4 --config.mesh.context=4 --workdir=gs://BUCKET/run \\
+        --config.policy.folder=gs://BUCKET/Qwen2.5-7B-Instruct \\
         --config.data.source=gs://BUCKET/clusters
 
 `create` queues a request for the slice. `copy` packs the committed files and installs them on all

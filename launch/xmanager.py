@@ -1,7 +1,7 @@
 """Run a sweep over config fields as an XManager experiment, on this machine or on Vertex AI.
 
     pip install -e '.[xmanager]'
-    python -m launch.xmanager --executor=local --config=configs/tiny.py --workdir=runs/sweep \
+    python -m launch.xmanager --executor=local --config=configs/tiny.py --workdir=runs/sweep \\
         --sweep=seed=0,1,2 --sweep=optimizer.learning_rate=1e-4,2e-4 [--config.steps=20 ...]
     python -m launch.xmanager --executor=local --experiment=spell-table-2 --workdir=runs/papers
     python -m launch.xmanager --executor=vertex --accelerator=a100=8 --workdir=/gcs/BUCKET/sweep ...

@@ -1,6 +1,6 @@
 """Build a static question set from clusters with a teacher model, for SPELL's RLVR baseline.
 
-    python -m spell_jax.question_sets.teacher --source=DIR --out=OUT \
+    python -m spell_jax.question_sets.teacher --source=DIR --out=OUT \\
         --attempts=4000 --tokenizer=FOLDER
         (--teacher_url=URL --teacher_model=NAME | --teacher_policy=DIR)
         (--judge_url=URL --judge_model=NAME | --judge_policy=DIR | --agreement=rule)
