@@ -61,7 +61,7 @@ class Counting:
 
 def pose(rng: np.random.Generator, cluster: Cluster) -> QuestionEpisode:
     texts = [re.findall(r"[^\W\d_]+", text) for text in cluster.documents]
-    # A word that occurs more often is drawn more often: otherwise most answers would be 1.
+    # A word that occurs more often is chosen more often: otherwise most answers would be 1.
     words = [word for text in texts for word in text]
     word = words[rng.integers(len(words))]
     question, truth = f"How many name {word}?", str(sum(word in text for text in texts))

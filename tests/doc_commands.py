@@ -27,7 +27,7 @@ INLINE = re.compile(r"`(python -m [^`]+)`(?!\s+of\s+(?:that\s+commit|commit\s+[0
 # Blocks of README.md, which has no comments, by their first words: what each needs to be run.
 README_NEEDS = {
     "make demo": "minutes",
-    ".venv/bin/pip install gguf": "installation",
+    "python -m pip install gguf": "installation",
     "python -m launch.check --config=configs/paper.py:qwen2.5-7b-instruct": "a model and documents",
 }
 _ASSIGNMENT = re.compile(r"([A-Za-z_]+)=(.*)", re.DOTALL)
