@@ -9,7 +9,9 @@
     python -m spell_jax.question_sets.facts --source=FOLDER --out=DIR
 
 writes DIR/rows.jsonl, one {"prompt", "completion", "role", "task"} per line; DIR/tokenizer.model,
-trained on such rows; and DIR/questions.jsonl, questions with answers about held-out clusters.
+trained on such rows; and DIR/questions.jsonl, questions with answers about held-out clusters. With
+--training_questions, DIR/training_questions.jsonl has questions about the other clusters, for
+data.questions; the rows ask other questions, as far as the facts suffice.
 train.py makes the same clusters of the folder, with that tokenizer and the same settings.
 """
 
@@ -42,6 +44,7 @@ from spell_jax.runtime.log.progress import Ticker
 from spell_jax.selfplay import prompts as prompt_sets
 
 ROWS_FILE, QUESTIONS_FILE = "rows.jsonl", "questions.jsonl"
+TRAINING_QUESTIONS_FILE = "training_questions.jsonl"
 CUE_WORDS = 4
 LONGEST_CUE = 60  # characters
 LONGEST_NAME = 3  # words
@@ -285,12 +288,12 @@ def make_fact_rows(
     return rows, counts + Counter(questions=len(questions))
 
 
-def held_out_questions(
-    clusters: Sequence[Cluster], config: FactRowConfig, count: int
+def asked_questions(
+    clusters: Sequence[Cluster], config: FactRowConfig, count: int, seed: int
 ) -> list[Question]:
     """Make at most `count` questions of the tasks in turn, as a responder reads them."""
     per_task = -(-count // len(config.tasks))
-    questions = make_questions(clusters, config.tasks, per_task, config.seed)
+    questions = make_questions(clusters, config.tasks, per_task, seed)
 
     def of_task(task: str) -> Iterator[Question]:
         for number, question in enumerate(questions):
@@ -299,8 +302,8 @@ def held_out_questions(
                 yield Question(task, question.documents, item.question, item.answer)
 
     turns = itertools.zip_longest(*map(of_task, config.tasks))
-    asked_questions = filter(None, itertools.chain.from_iterable(turns))
-    return list(itertools.islice(asked_questions, count))
+    present = filter(None, itertools.chain.from_iterable(turns))
+    return list(itertools.islice(present, count))
 
 
 def write_files(flag_values: Any) -> list[str]:
@@ -341,11 +344,16 @@ def write_files(flag_values: Any) -> list[str]:
         f"{out}: a tokenizer of {words.vocab_size:,} tokens",
         f"{out / ROWS_FILE}: {len(rows):,} rows; {dict(counts)}",
     ]
-    if held_out:
-        ticker.enter(f"making questions about {len(held_out):,} clusters")
-        questions = held_out_questions(held_out, config, flag_values.questions)
-        write_records(out / QUESTIONS_FILE, map(dataclasses.asdict, questions))
-        written.append(f"{out / QUESTIONS_FILE}: {len(questions):,} questions")
+    for clusters, name, count, seed in (
+        (held_out, QUESTIONS_FILE, flag_values.questions, config.seed),
+        # Another seed than that of the rows, which would ask the same questions.
+        (training, TRAINING_QUESTIONS_FILE, flag_values.training_questions, config.seed + 1),
+    ):
+        if clusters and count:
+            ticker.enter(f"making questions about {len(clusters):,} clusters")
+            questions = asked_questions(clusters, config, count, seed)
+            write_records(out / name, map(dataclasses.asdict, questions))
+            written.append(f"{out / name}: {len(questions):,} questions")
     return written
 
 
@@ -376,6 +384,7 @@ def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_integer("max_document_tokens", 64, "Longer documents are cut.", **values)
     flags.DEFINE_float("held_out", 0.05, "Share of clusters for --questions.", **values)
     flags.DEFINE_integer("questions", 200, "Most questions about held-out clusters.", **values)
+    flags.DEFINE_integer("training_questions", 0, "Most about the other clusters.", **values)
     flags.DEFINE_string("prompts", "compact", "full, compact or a folder of templates.", **values)
     flags.DEFINE_string("tokenizer", "", "Folder of a tokenizer; empty: train one.", **values)
     flags.DEFINE_integer("vocab_size", 2048, "Pieces of the tokenizer to train.", **values)

@@ -24,8 +24,8 @@ from spell_jax.policy import tokenizer
 from spell_jax.question_sets import facts, values
 from spell_jax.question_sets.facts import (
     FactRowConfig,
+    asked_questions,
     find_facts,
-    held_out_questions,
     make_fact_rows,
     make_questions,
 )
@@ -345,7 +345,7 @@ def test_many_rows_of_few_questions_are_a_warning(caplog: pytest.LogCaptureFixtu
 
 
 def test_held_out_questions_have_answers_in_their_documents() -> None:
-    questions = held_out_questions(CLUSTERS, FactRowConfig(), 30)
+    questions = asked_questions(CLUSTERS, FactRowConfig(), 30, 0)
     assert Counter(item.task for item in questions) == dict.fromkeys(PAPER_TASKS, 10)
     for item in questions:
         text, answer = "\n".join(item.documents), item.answer
@@ -369,7 +369,7 @@ def test_command_line_writes_rows_tokenizer_and_questions(
     for cluster in CLUSTERS:
         (source / f"{cluster.id}.txt").write_text("\n\n".join(cluster.documents))
     sizes = ["--documents_per_cluster=4", "--max_document_tokens=48", "--vocab_size=400"]
-    sizes += ["--rows=40"]
+    sizes += ["--rows=40", "--training_questions=6"]
     caplog.set_level(logging.INFO, "spell_jax")
     written = write_files(f"--source={source}", f"--out={out}", "--held_out=0.2", *sizes)
     phases = ["reading", "finding facts", "making rows", "training a tokenizer on 40 rows"]
@@ -377,7 +377,8 @@ def test_command_line_writes_rows_tokenizer_and_questions(
     for phase in phases:
         assert any(message.startswith(phase) for message in caplog.messages), phase
     assert [line.split(": ")[0] for line in written] == [
-        *map(str, (out, out / "rows.jsonl", out / "questions.jsonl"))
+        *map(str, (out, out / "rows.jsonl", out / "questions.jsonl")),
+        str(out / "training_questions.jsonl"),
     ]
     assert written[1].startswith(f"{out / 'rows.jsonl'}: 40 rows; ")
     lines = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
@@ -393,7 +394,9 @@ def test_command_line_writes_rows_tokenizer_and_questions(
     assert max(report.lengths) <= 48
     questions = read_questions(out / "questions.jsonl", "data.validation")
     assert {question.documents for question in questions} <= {c.documents for c in held_out}
-    assert training
+    trained = [cluster for cluster in clusters if cluster.id in training]
+    asked = read_questions(out / "training_questions.jsonl", "data.questions")
+    assert len(asked) == 6 and {item.documents for item in asked} <= {c.documents for c in trained}
     unseen = [document for cluster in held_out for document in cluster.documents]
     assert not any(
         document in line["prompt"] + line["completion"] for line in lines for document in unseen

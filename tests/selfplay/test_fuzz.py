@@ -130,7 +130,7 @@ NO_READERS = {
     # These read answers by functions that are listed.
     *("eapo_evaluation.held_out_evidence", "algorithms.frozen_reader", "algorithms.progress"),
     *("facts.make_fact_rows", "facts.make_questions", "facts.main", "facts.write_files"),
-    *("facts.define_flags", "facts.held_out_questions", "values.read_number"),
+    *("facts.define_flags", "facts.asked_questions", "values.read_number"),
     *("memory.QuestionMemory.get", "memory.QuestionMemory.state_dict", "hops.join_hop"),
     *(f"probes.ProbeSet.{name}" for name in ("measure", "push", "state_dict", "load_state_dict")),
     *("held_out.Evaluation.full", "held_out.Evaluation.quick"),
