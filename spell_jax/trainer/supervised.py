@@ -83,7 +83,7 @@ def settle_steps(config: SupervisedConfig, rows: tuning_rows.RowStream) -> Super
     """Return the config with the steps, and the schedule, that `epochs` of a file's rows make.
 
     Log a warning if the steps train more than MOST_EPOCHS times on each row of a file. ValueError
-    if `epochs` are of rows without end.
+    if `epochs` are of rows without end, or `steps` are set too.
     """
     count = len(rows.file_rows)
     if config.epochs:
@@ -91,6 +91,11 @@ def settle_steps(config: SupervisedConfig, rows: tuning_rows.RowStream) -> Super
             raise ValueError(
                 f"epochs = {config.epochs}: must be 0 for source = {config.source!r}, whose rows "
                 "have no end; set steps"
+            )
+        if config.steps != SupervisedConfig.steps:
+            raise ValueError(
+                f"steps = {config.steps}: has no effect with epochs = {config.epochs}; leave it "
+                "out, or set epochs = 0"
             )
         # Rounded, because .1 * 30 is more than 3 in floating point.
         steps = max(1, math.ceil(round(config.epochs * count / config.rows_per_step, 6)))

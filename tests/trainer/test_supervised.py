@@ -403,10 +403,16 @@ def test_epochs_set_the_steps_and_bound_the_warm_up(source, epochs, rows_per_ste
 
 
 def test_epochs_train_on_each_row_as_often(policy, source, tmp_path):
-    config = small_config(policy, source, epochs=2, rows_per_step=3)
+    config = small_config(policy, source, epochs=2, rows_per_step=3, steps=1000)
     supervised.fine_tune(config, tmp_path / "run")
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2]
     assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 2
+
+
+def test_epochs_beside_steps_are_refused(source, tmp_path):
+    message = r"^steps = 8: has no effect with epochs = 2\.0; leave it out, or set epochs = 0$"
+    with pytest.raises(ValueError, match=message):
+        supervised.fine_tune(small_config("tiny", source, epochs=2), tmp_path / "run")
 
 
 def test_epochs_of_rows_without_end_are_refused(tmp_path):
