@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 TOKENIZER_ROWS = 20_000
 # A warm-up takes at most this share of the steps that `epochs` make: few rows make few steps.
 WARMUP_SHARE = 0.1
-# Fine-tuning commonly takes 1 to 5 epochs; more than this number are a mistake in `steps`.
+# Fine-tuning commonly takes 1 to 5 epochs; more than MOST_EPOCHS are likely a mistake.
 MOST_EPOCHS = 50
 
 
