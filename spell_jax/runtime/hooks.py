@@ -55,8 +55,8 @@ def find(field: str, value: str) -> Callable[..., Any]:
         with no_exit():
             module = importlib.import_module(module_name)
     except Exception as error:
-        is_absent = isinstance(error, ModuleNotFoundError) and error.name is not None
-        if is_absent and f"{module_name}.".startswith(f"{error.name}."):
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is not None and f"{module_name}.".startswith(f"{absent}."):
             remedy = "must be a module on Python's path ($PYTHONPATH)"
             raise ValueError(f"{field} = {value!r}: {error}; {remedy}") from error
         # A RuntimeError is never taken for a mistake in the config, whose traceback is not shown.
