@@ -20,7 +20,7 @@ def get_config(name: str = "rules") -> Config:
     if name not in ARMS:
         raise ValueError(f"configs/documents.py:{name}: must be one of {', '.join(ARMS)}")
     config = real.get_config(ARMS[name])
-    config.update(steps=40, validate_every=20)
+    config.update(steps=20, validate_every=10)
     config.policy.folder = "runs/documents/start/policy"
     # The share that question_sets.facts holds out by default, so the same clusters.
     config.data.update(source="runs/documents/clusters", held_out=0.05, shuffle=True)

@@ -395,8 +395,9 @@ def test_command_line_writes_rows_tokenizer_and_questions(
     questions = read_questions(out / "questions.jsonl", "data.validation")
     assert {question.documents for question in questions} <= {c.documents for c in held_out}
     trained = [cluster for cluster in clusters if cluster.id in training]
-    asked = read_questions(out / "training_questions.jsonl", "data.questions")
-    assert len(asked) == 6 and {item.documents for item in asked} <= {c.documents for c in trained}
+    training_questions = read_questions(out / "training_questions.jsonl", "data.questions")
+    assert len(training_questions) == 6
+    assert {question.documents for question in training_questions} <= {c.documents for c in trained}
     unseen = [document for cluster in held_out for document in cluster.documents]
     assert not any(
         document in line["prompt"] + line["completion"] for line in lines for document in unseen
