@@ -219,6 +219,8 @@ def test_documents_config_has_the_clusters_and_sizes_that_its_page_makes():
     for name in ("max_document_tokens", "held_out", "source"):
         assert config.data[name] == getattr(flag_values, name)
     assert config.data.validation == f"{flag_values.out}/{facts.QUESTIONS_FILE}"
+    assert config.data.questions == f"{flag_values.out}/{facts.TRAINING_QUESTIONS_FILE}"
+    assert flag_values.training_questions >= config.steps * config.algorithm.questions
     assert tuple(flag_values.tasks) == config.data.tasks == ("general_qa",)
     build_words = commands["data_pipeline.build"]
     assert f"--out={config.data.source}" in build_words

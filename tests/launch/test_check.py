@@ -120,7 +120,7 @@ def test_shipped_config_reports_exactly_its_missing_inputs(name: str) -> None:
     mistakes |= {f"data.{field}" for field in absent}
     if "clusters" not in kind.inputs:
         missing |= {"data.questions"} - {f"data.{field}" for field in named}
-    elif not data.questions and not noise.has_source(data):
+    elif not noise.has_source(data) and (data.source or not data.questions):
         (mistakes if data.source else missing).add("data.source")
     checked = check.check(config)
     assert set(fields_of(checked)) == mistakes
