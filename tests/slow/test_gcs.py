@@ -392,13 +392,15 @@ def test_policy_folder_is_replaced_as_a_whole(monkeypatch):
 
 
 @pytest.mark.parametrize("workdir", ["gs://bucket/run", "/data/run", "runs/mine"])
-def test_workdir_paths_are_passed_on_unchanged(monkeypatch, workdir):
+def test_workdir_paths_are_passed_on_as_absolute_paths(monkeypatch, workdir, tmp_path):
     """Check the path that train gets; test_checkpoint.py tests that Checkpoints passes it on."""
+    monkeypatch.chdir(tmp_path)
+    absolute = str(tmp_path / workdir) if workdir == "runs/mine" else workdir
     workdirs = []
     monkeypatch.setattr(loop, "train", lambda config, workdir: workdirs.append(workdir))
     call_main(train, None, workdir)
-    assert isinstance(workdirs[0], epath.Path) and str(workdirs[0]) == workdir
-    assert str(workdirs[0] / "checkpoints") == f"{workdir}/checkpoints"
+    assert isinstance(workdirs[0], epath.Path) and str(workdirs[0]) == absolute
+    assert str(workdirs[0] / "checkpoints") == f"{absolute}/checkpoints"
 
 
 def test_bucket_without_gcsfs_raises_import_error(monkeypatch):
