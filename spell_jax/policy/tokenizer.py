@@ -188,10 +188,7 @@ def train(
             add_dummy_prefix=False,
             split_digits=False,
             allow_whitespace_only_pieces=True,
-            pad_id=0,
-            eos_id=1,
-            unk_id=2,
-            bos_id=-1,
+            **{"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1},
             control_symbols=[USER, ASSISTANT],
             user_defined_symbols=list(dict.fromkeys(symbols)),
             max_sentence_length=LONGEST_TEXT,
@@ -199,8 +196,6 @@ def train(
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(
-            f"no tokenizer of {vocab_size} pieces can be trained on the texts ({error}); choose "
-            "another size or other texts"
-        ) from error
+        text = f"no tokenizer of {vocab_size} pieces can be trained on the texts ({error}); choose "
+        raise ValueError(f"{text}another size or other texts") from error
     return SentencePieceTokenizer(out.getvalue())

@@ -225,8 +225,7 @@ def check_width(value: int, where: str) -> None:
 def check_text(value: Any, where: str) -> None:
     """Raise ValueError for a value that is no text in UTF-8; `where` is its field."""
     try:
-        # Python has bytes of a command line that are not UTF-8 as lone surrogates.
-        value.encode()
+        value.encode()  # fails for lone surrogates, as which Python reads other bytes than UTF-8
     except (AttributeError, UnicodeError):
         raise ValueError(f"{where} = {value!r:.80}: must be UTF-8 text") from None
 
