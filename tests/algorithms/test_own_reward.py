@@ -175,13 +175,17 @@ async def fails_late(answers: Sequence[RewardInput]) -> list[float]:
     return list(await asyncio.gather(*map(score, answers)))
 
 
+def fails_in_a_loop(answers: Sequence[RewardInput]) -> list[float]:
+    rewards = []
+    for answer in answers:  # Python 3.12 forgets the variable of a comprehension that has failed
+        rewards.append(1 / (answer.tokens - 2))
+    return rewards
+
+
 @pytest.mark.parametrize(
     ("function", "place"),
     [
-        (
-            lambda a: [1 / (answer.tokens - 2) for answer in a],
-            r"reading the answer 'reply 2' to question 'Q2\?'",
-        ),
+        (fails_in_a_loop, r"reading the answer 'reply 2' to question 'Q2\?'"),
         (fails_late, r"reading the answer 'reply 2' to question 'Q2\?'"),
         (lambda a: 1 / 0, r"for 4 answers, the first to question 'Q0\?'"),
     ],

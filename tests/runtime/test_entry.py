@@ -260,7 +260,8 @@ def test_backend_that_is_not_there_is_named(platform):
     if platform == "cuda" and process.returncode == 0:
         pytest.skip("this machine has a GPU")
     line = process.stderr.splitlines()[-1]
-    assert process.returncode == 2 and "Traceback" not in process.stderr
+    # jax itself logs a traceback of a plugin that is installed without its libraries.
+    assert process.returncode == 2 and "entry.py" not in process.stderr
     assert line.startswith(f"error: JAX_PLATFORMS = '{platform}': jax finds no such device (")
 
 
