@@ -325,11 +325,8 @@ class MemoryPlan:
     def helpful(self) -> Iterator[tuple[str, MemoryPlan]]:
         """Yield (flags, plan) of single changes that lower the largest program's memory."""
         for fields in self._options():
-            try:
-                tried = self.changed(fields)
-            except ValueError:  # rows or buckets do not divide over the changed mesh
-                continue
-            if tried.worst.total < self.worst.total:
+            tried = self._improved(fields)
+            if tried is not None:
                 yield _as_flags(fields), tried
 
     def combined(self) -> tuple[str, MemoryPlan]:
@@ -339,13 +336,18 @@ class MemoryPlan:
         for fields in 2 * [*self._options()]:
             if plan.fits:
                 break
-            try:
-                tried = plan.changed(fields)
-            except ValueError:  # as in `helpful`
-                continue
-            if tried.worst.total < plan.worst.total:
+            tried = plan._improved(fields)
+            if tried is not None:
                 plan, changes = tried, changes | fields
         return _as_flags(changes), plan
+
+    def _improved(self, fields: dict[str, Any]) -> MemoryPlan | None:
+        """Return the plan with changed fields; None if it needs no less memory or cannot be."""
+        try:
+            tried = self.changed(fields)
+        except ValueError:  # rows or buckets do not divide over the changed mesh
+            return None
+        return tried if tried.worst.total < self.worst.total else None
 
     def _options(self) -> Iterator[dict[str, Any]]:
         c = self.config

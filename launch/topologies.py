@@ -270,7 +270,7 @@ def _machine(kind: str, count: int, memory_gib: float) -> Topology:
 def _remedy(name: str) -> str:
     """Return what may stand in place of an unknown name: names like it, and the forms of all."""
     gpus = [f"{kind}:{count}" for kind in _GPUS for count in (1, 2, 4, 8)]
-    # "4090" and "h100" name a GPU of which the number alone is missing.
+    # "4090" and "h100" name a GPU without the number of GPUs.
     close_names = [f"{kind}:1" for kind in _GPUS if name and kind.endswith(name)]
     close_names = close_names or difflib.get_close_matches(name, [*TOPOLOGIES, *gpus], 3)
     hint = f"did you mean {' or '.join(close_names)}? It " if close_names else ""

@@ -27,7 +27,7 @@ from spell_jax.runtime.finite import is_finite
 from spell_jax.runtime.hosts import distributed
 
 FIELD = "algorithm.reward"
-# Bounds of rewards whose squares, in a group's deviation, are finite in float32.
+# A group's deviation squares rewards: squares of rewards in these bounds are finite in float32.
 WIDEST = (-1e18, 1e18)
 _SHOWN = 200  # characters of a question or an answer in a message
 

@@ -346,7 +346,7 @@ def write_files(flag_values: Any) -> list[str]:
     ]
     for clusters, name, count, seed in (
         (held_out, QUESTIONS_FILE, flag_values.questions, config.seed),
-        # Another seed than that of the rows, which would ask the same questions.
+        # The rows' seed would make the questions of the rows again.
         (training, TRAINING_QUESTIONS_FILE, flag_values.training_questions, config.seed + 1),
     ):
         if clusters and count:
