@@ -405,7 +405,7 @@ def policy(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rlvr", "spell"])
+@pytest.mark.parametrize("name", [pytest.param("rlvr", marks=pytest.mark.long), "spell"])
 def test_run_records_the_rewards_of_the_function_and_resumes(name, policy, tmp_path):
     fields = {"algorithm.name": name, "algorithm.reward": f"{HERE}:by_length"}
     lines = runs.check_resumed(policy, tmp_path, **fields)

@@ -233,13 +233,10 @@ def _expect_difference(c: Config, step: Step) -> None:
     assert relative > 10 * RELATIVE
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sizes",
-    [
-        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.long),
-        {"fsdp": 4, "context": 2},
-    ],
+    [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "context": 2}],
     ids=lambda sizes: " ".join(f"{axis}={size}" for axis, size in sizes.items()),
 )
 def test_jitted_step_equals_the_trainers_update_on_a_mesh(sizes: dict[str, int]):

@@ -158,7 +158,7 @@ def test_chosen_shapes_fill_each_mix_in_few_programs(name: str) -> None:
         assert auto["shapes"] <= listed["shapes"] == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_table_of_the_page_has_the_simulated_numbers() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     _, _, table = page.partition("| mix | fill, listed |")

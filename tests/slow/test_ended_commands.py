@@ -151,7 +151,7 @@ def prepare(name: str, out: pathlib.Path) -> None:
     ("name", "signals"),
     [
         pytest.param("sft", ("SIGKILL", "SIGKILL", "SIGTERM"), marks=pytest.mark.long),
-        ("train", ("SIGTERM", "SIGKILL", "SIGTERM")),
+        pytest.param("train", ("SIGTERM", "SIGKILL", "SIGTERM"), marks=pytest.mark.long),
         ("generate", ("SIGKILL", "SIGTERM")),
         pytest.param("evaluate", ("SIGKILL", "SIGKILL", "SIGKILL"), marks=pytest.mark.long),
         ("report", ("SIGKILL", "SIGTERM")),

@@ -341,7 +341,7 @@ def test_killed_split_run_resumes_to_the_bit(policy, tmp_path):
     assert_same_learning(resumed, tmp_path / "whole", atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_preempted_split_run_repeats_the_rollout_in_progress(policy, tmp_path):
     """A notice to stop comes in the thread, in the rollout of step 3, during step 2's update."""
     fields = SPLIT | {"checkpoint_every": 100, "validate_every": 0}
@@ -356,7 +356,7 @@ def test_preempted_split_run_repeats_the_rollout_in_progress(policy, tmp_path):
 EXPERTS = {"qkv_bias": False, "qk_norm": True, "experts": 4, "experts_per_token": 2}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "parts, fields",
     [
@@ -365,7 +365,6 @@ EXPERTS = {"qkv_bias": False, "qk_norm": True, "experts": 4, "experts_per_token"
             EXPERTS,
             {"mesh.fsdp": 2, "mesh.expert": 2, "loss.routing": "sampled", "loss.tis_cap": 2.0},
             id="experts",
-            marks=pytest.mark.long,
         ),
     ],
 )
@@ -380,7 +379,7 @@ def test_parts_of_a_policy_train_like_on_shared_devices(parts, fields, tmp_path)
     assert_moved(tmp_path / "split" / "policy", folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_second_model_trains_like_on_shared_devices(tmp_path):
     """The reward model of EAPO samples on the sampling devices and trains after step 2."""
     common = {"steps": 3, "checkpoint_every": 3, "staleness": 1, "minibatches": 1}
