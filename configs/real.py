@@ -32,6 +32,7 @@ _EXACT = {
 }
 _RLVR = {"algorithm.name": "rlvr", **_EXACT}
 _CLOZE = {"data.tasks": ("cloze",), "data.questions": "runs/real/cloze.jsonl"}
+_WH = {"data.questions": "runs/real/wh_questions.jsonl"}
 # A rule chooses the answer, and the questioner reads one paragraph and writes a question.
 _ANSWER_FIRST = {"algorithm.questioner.documents": (1,), "algorithm.questioner.answer_first": True}
 # The start must find the answer there in four of four samples.
@@ -57,6 +58,8 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     },
     # Sentences with a gap that rules find; their answers stand in the documents.
     "cloze": {**_RLVR, **_CLOZE},
+    # Sentences with a question word that rules choose; they stay in the documents.
+    "wh": {**_RLVR, **_WH},
     # Half of the reward is for the number of a paragraph in which the answer stands.
     "cloze_evidence": {
         **_RLVR,
@@ -84,6 +87,8 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "distillation": {**_TAUGHT, **_ANSWER_FIRST},
     # The same with gaps that rules find.
     "distillation_cloze": {**_TAUGHT, **_CLOZE},
+    # The same with sentences with a question word.
+    "distillation_wh": {**_TAUGHT, **_WH},
     # The same with people's questions; their answers are not read.
     "distillation_asked": {**_TAUGHT, "data.questions": "runs/real/asked.jsonl"},
     # Paragraphs of books go back to where they were; a fifth of the books are held out.

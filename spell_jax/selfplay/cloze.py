@@ -23,7 +23,7 @@ MOST_PLACES = 50  # sentences with the same span that are compared; more would t
 # A capital or a digit must follow the mark, so "e.g. this" is not cut. "Dr. Smith" is.
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z0-9])")
 # Marks within a word belong to the word: "3.5", "don't" and "Jean-Paul" are one word each.
-_WORD = re.compile(r"[^\W_]+(?:[.,'’\-–][^\W_]+)*")
+WORD = re.compile(r"[^\W_]+(?:[.,'’\-–][^\W_]+)*")
 # Words that no span begins or ends with, and that do not tell what a sentence is about.
 _FUNCTION_WORDS = """
     a about above across after again against all almost also although always am among an and
@@ -61,7 +61,7 @@ class Cloze:
     @property
     def question(self) -> str:
         """The sentence with a gap instead of every occurrence of the span."""
-        return _occurrences(self.span).sub(GAP, self.sentence)
+        return occurrences(self.span).sub(GAP, self.sentence)
 
 
 def find_clozes(documents: Sequence[str], shared_words: int = 2) -> Iterator[Cloze]:
@@ -74,7 +74,7 @@ def find_clozes(documents: Sequence[str], shared_words: int = 2) -> Iterator[Clo
     sentences = [
         (n, text) for n, document in enumerate(documents) for text in split_sentences(document)
     ]
-    words = [list(_WORD.finditer(text)) for _, text in sentences]
+    words = [list(WORD.finditer(text)) for _, text in sentences]
     lower = [[word[0].lower() for word in row] for row in words]
     content = [{*row} - FUNCTION_WORDS for row in lower]
     # Each word begins at most LONGEST_SPAN spans, so the index is linear in the text.
@@ -115,7 +115,7 @@ def answer_spans(document: str) -> list[str]:
     """
     spans: dict[str, None] = {}
     for sentence in split_sentences(document):
-        words = list(_WORD.finditer(sentence))
+        words = list(WORD.finditer(sentence))
         is_name = [word[0][0].isupper() or word[0][0].isdigit() for word in words]
         begin = 0
         while begin < len(words):
@@ -174,14 +174,14 @@ def check_span(
     "not_elsewhere".
     """
     sentence, span = sentence.strip(), span.strip()
-    pattern = _occurrences(span)
-    words = len(_WORD.findall(span))
+    pattern = occurrences(span)
+    words = len(WORD.findall(span))
     # Splitting takes longer than searching, so only texts that contain the sentence are split.
     if not any(
         sentence in map(str.strip, split_sentences(text)) for text in shown if sentence in text
     ):
         return "", "not_a_sentence"
-    if len(_WORD.findall(sentence)) < SHORTEST_SENTENCE:
+    if len(WORD.findall(sentence)) < SHORTEST_SENTENCE:
         return "", "short_sentence"
     if words > LONGEST_SPAN:
         return "", "long_span"
@@ -246,6 +246,6 @@ def _cuts_name(text: str, words: Sequence[re.Match[str]], begin: int, end: int) 
     return (after and words[begin - 1][0][0].isupper()) or (before and words[end][0][0].isupper())
 
 
-def _occurrences(span: str) -> re.Pattern[str]:
-    """Match a span where _WORD ends words: "11" stands in "11_000" too, but not in "110"."""
+def occurrences(span: str) -> re.Pattern[str]:
+    """Match a span where WORD ends words: "11" stands in "11_000" too, but not in "110"."""
     return re.compile(rf"(?<![^\W_]){re.escape(span)}(?![^\W_])", re.IGNORECASE)

@@ -60,6 +60,24 @@ def test_questions_depend_on_the_seed_and_the_cluster_alone() -> None:
     assert sets_of(config) != sets_of(ClozeConfig(per_set=2, sets=2, seed=1))
 
 
+def test_a_set_of_wh_questions_shares_whole_documents_and_has_different_answers() -> None:
+    documents = tuple(
+        f"The old wooden bridges of {city} were built in {1800 + number} by a small guild."
+        for number, city in enumerate(CITIES)
+    )
+    cluster = Cluster("bridges", documents, ("general_qa",))
+    sets, counts = sets_of(ClozeConfig(form="question", per_set=4, sets=3), cluster)
+    assert [len(questions) for questions in sets] == [4, 4, 4] and counts["written"] == 12
+    assert len({q.question for questions in sets for q in questions}) == 12
+    for questions in sets:
+        assert len({q.answer for q in questions}) == 4
+        for q in questions:
+            assert q.task == "general_qa" and q.documents == documents
+            (number,) = q.shown
+            assert q.answer in documents[number] and q.answer not in q.question
+    assert sets_of(ClozeConfig(form="question", per_set=50), cluster)[0] == []
+
+
 @pytest.mark.slow
 def test_command_writes_questions_that_training_reads(tmp_path: pathlib.Path) -> None:
     clusters, out = tmp_path / "clusters.jsonl", tmp_path / "questions.jsonl"
