@@ -99,15 +99,15 @@ def _wh_sets(
     }
     unused = [list(questions.values())[i] for i in rng.permutation(len(questions))]
     while unused:
-        chosen: dict[str, Question] = {}  # answer -> question
+        by_answer: dict[str, Question] = {}
         left = []
         for question in unused:
-            if question.answer.lower() in chosen or len(chosen) == config.per_set:
+            if question.answer.lower() in by_answer or len(by_answer) == config.per_set:
                 left.append(question)
             else:
-                chosen[question.answer.lower()] = question
+                by_answer[question.answer.lower()] = question
         unused = left
-        yield list(chosen.values())
+        yield list(by_answer.values())
 
 
 def _gap_sets(

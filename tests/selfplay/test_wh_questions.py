@@ -8,7 +8,7 @@ from spell_jax.selfplay.wh_questions import ask_sentence
 
 
 @pytest.mark.parametrize(
-    ("sentence", "asked"),
+    ("sentence", "pairs"),
     [
         (
             "The old bridge of the town was built in 1804.",
@@ -51,9 +51,9 @@ from spell_jax.selfplay.wh_questions import ask_sentence
     ],
 )
 def test_question_words_follow_the_answer_and_its_neighbors(
-    sentence: str, asked: list[tuple[str, str]]
+    sentence: str, pairs: list[tuple[str, str]]
 ) -> None:
-    assert list(ask_sentence(sentence)) == asked
+    assert list(ask_sentence(sentence)) == pairs
 
 
 @pytest.mark.parametrize(
