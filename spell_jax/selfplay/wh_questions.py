@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from spell_jax.selfplay import cloze
 
 FEWEST_WORDS, MOST_WORDS = 5, 22  # of a question, without the question word
+# A longer sentence is a table or a list. Each span is searched, so the time would be quadratic.
+LONGEST_SENTENCE = 1000  # characters
 
 # Where a clause may end. A comma alone ends none: it may stand within a list or a date.
 _CLAUSE_END = re.compile(
@@ -42,6 +44,8 @@ def ask_sentence(sentence: str) -> Iterator[tuple[str, str]]:
     A long sentence gives only the clause around the name or number. Left out are names and numbers
     in brackets, quotes or lists, and parts of a longer word or number.
     """
+    if len(sentence) > LONGEST_SENTENCE:
+        return
     for span in cloze.answer_spans(sentence):
         matches = list(cloze.occurrences(span).finditer(sentence))
         # A second occurrence would give the answer away. A row of words around "the" is often two

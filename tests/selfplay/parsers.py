@@ -42,6 +42,7 @@ from spell_jax.selfplay import (
     rules,
     statements,
     verdicts,
+    wh_questions,
     written_numbers,
 )
 
@@ -195,6 +196,7 @@ def _other_parsers() -> dict[Callable[..., Any], Parser]:
         puzzles.make_puzzle: lambda t: puzzles.make_puzzle(rng(0), t, 2, 1, 4000),
         puzzles.cut_window: lambda t: puzzles.cut_window(rng(0), t, len, len(t) // 2),
         cloze.find_clozes: lambda t: list(cloze.find_clozes([t])),
+        wh_questions.ask_sentence: lambda t: list(wh_questions.ask_sentence(t)),
         kind.answer_first: lambda t: full.answer_first(t),
         cloze.hide: lambda t: cloze.hide(documents, [t or "."]),
         cloze.check_span: lambda t: cloze.check_span(t, t[: len(t) // 2], [t], documents),

@@ -121,6 +121,7 @@ NO_READERS = {
     *(f"retrieval.load_{name}" for name in ("icl", "infbench_sum", "mrcr", "multi_lexsum", "rag")),
     *("given_questions.read_scorable", "given_questions.check_answer"),
     "cloze.make_gap",  # reads by cloze.check_span
+    "cloze.occurrences",
     *("rules.check_task", "rules.check_extract", "braces.code_points", "braces.brace_steps"),
     "braces.first_balance",
     "braces.check_depth",  # raises, for the parsers that are listed
@@ -281,6 +282,9 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
         all(map(_is_text, texts)) and (texts[0] == "") == (texts[1] != "")
     ),
     "cloze.find_clozes": lambda clozes: all(cloze.GAP in gap.question for gap in clozes),
+    "wh_questions.ask_sentence": lambda pairs: all(
+        question.endswith("?") and _is_text(answer) for question, answer in pairs
+    ),
     "cloze.answer_spans": lambda spans: all(map(_is_text, spans)) and all(spans),
     "cloze.hide": lambda texts: all(map(_is_text, texts)),
     "cloze.split_sentences": lambda texts: all(map(_is_text, texts)),

@@ -64,6 +64,7 @@ def test_question_words_follow_the_answer_and_its_neighbors(
         'The old song "when we were in Peru together" is still sung here.',  # in quotes
         "The boats sail each night to the ports of Peru, Chile and Cuba.",  # lists
         "The height of the old bridge is just 3.5/2.5 meters or so.",  # parts of a longer word
+        f"The old bridge of Peru {'is very long ' * 100}and wide.",  # a table or a list
         "The bridge is in Peru.",  # too short to tell what is asked
     ],
 )
