@@ -240,8 +240,13 @@ def test_commands_pass_their_flags(data_dir: Path, tmp_path: Path, monkeypatch) 
         opened.append(source)
         raise ValueError("opened")
 
-    values = {"per_set": 1, "sets": 1, "shared_words": 0, "seed": 0, "clusters": "tfds:a"}
-    values |= {"tfds_data_dir": "d", "text_feature": "t", "tfds_split": "train"}
+    values = {"form": "gap", "per_set": 1, "sets": 1, "shared_words": 0, "seed": 0}
+    values |= {
+        "clusters": "tfds:a",
+        "tfds_data_dir": "d",
+        "text_feature": "t",
+        "tfds_split": "train",
+    }
     flags = type("Flags", (), {"FLAGS": type("Values", (), values)})
     monkeypatch.setattr(cloze, "flags", flags)
     monkeypatch.setattr(built, "open_source", open_source)
