@@ -78,6 +78,20 @@ def test_a_set_of_wh_questions_shares_whole_documents_and_has_different_answers(
     assert sets_of(ClozeConfig(form="question", per_set=50), cluster)[0] == []
 
 
+def test_a_second_question_with_an_answer_waits_for_the_next_set() -> None:
+    documents = (
+        "The old wooden bridges of Oslo were built by a small guild. "
+        "The long straight roads to Oslo were built by hand.",
+        "The large new harbor of Lima was never used at all. "
+        "The high stone towers near Lima were sold last winter.",
+    )
+    for seed in range(8):  # orders of the four questions
+        config = ClozeConfig(form="question", per_set=2, sets=2, seed=seed)
+        sets, counts = sets_of(config, Cluster("two", documents, ("general_qa",)))
+        assert counts["written"] == 4
+        assert all({q.answer for q in questions} == {"Oslo", "Lima"} for questions in sets)
+
+
 @pytest.mark.slow
 def test_command_writes_questions_that_training_reads(tmp_path: pathlib.Path) -> None:
     clusters, out = tmp_path / "clusters.jsonl", tmp_path / "questions.jsonl"

@@ -60,11 +60,12 @@ def test_question_words_follow_the_answer_and_its_neighbors(
     "sentence",
     [
         "The Roman bridge of this town is the oldest Roman bridge.",  # the answer stands twice
-        "The old bridges (see the list of Peru) are all made of wood.",  # in brackets
+        "The bridges (also the old bridge of Peru in the list) are all of wood.",  # in brackets
         'The old song "when we were in Peru together" is still sung here.',  # in quotes
         "The boats sail each night to the ports of Peru, Chile and Cuba.",  # lists
         "The height of the old bridge is just 3.5/2.5 meters or so.",  # parts of a longer word
-        f"The old bridge of Peru {'is very long ' * 100}and wide.",  # a table or a list
+        f"The old bridge of Peru is very long and wide; {'it is long ' * 100}.",  # a table
+        "The old bridge of the town was built[3] in 1804.",  # a footnote
         "The bridge is in Peru.",  # too short to tell what is asked
     ],
 )
